@@ -178,7 +178,7 @@ def test_killed_between_the_arrays_and_the_line(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=12))
 def test_surviving_is_replay(rows: list[tuple[bool, int]]) -> None:
-    """The fast rule against the obvious one: replay the file and drop rows as lives begin and steps repeat."""
+    """The fast rule against the obvious one: replay the file, drop rows as lives begin and steps repeat."""
     kept: list[tuple[int, int]] = []
     for i, (marker, step) in enumerate(rows):
         kept = [row for row in kept if (row[1] <= step if marker else row[1] < step)]
@@ -212,7 +212,7 @@ def test_the_writer_refuses(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="'tokens' is missing"):
             writer.step(4, {"loss": 1.0}, {}, *good)
         with pytest.raises(ValueError, match="'loss' is 'low', not a number"):
-            writer.step(4, scalars | {"loss": "low"}, {}, *good)  # type: ignore[dict-item]
+            writer.step(4, scalars | {"loss": "low"}, {}, *good)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="taken by the log"):
             writer.step(4, scalars | {"cluster": 1}, {}, *good)
         with pytest.raises(KeyError, match="'berlin' is not a peer of 'berlin'"):
