@@ -71,7 +71,7 @@ def test_clusters_and_evaluation_share_nothing(corpus: Path) -> None:
 
 
 def test_a_sample_does_not_depend_on_who_asks(corpus: Path) -> None:
-    """One rank, four ranks with batches of their own, and a life that begins in the middle: the same samples."""
+    """One rank, four ranks with batches of their own, a life that begins in the middle: the same samples."""
     config = make_config(corpus, mixture={"oslo": {"up": 0.7, "down": 0.3}})
     one = ClusterData(config, CLUSTERS, 1).sequences(0, 96)
     four = ClusterData(config, CLUSTERS, 1)
