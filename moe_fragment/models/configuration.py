@@ -11,9 +11,32 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import RopeParameters
 
 SCORINGS = ("softmax", "sigmoid")
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+)
+_RATES = (
+    "attention_dropout",
+    "routed_scaling_factor",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_bias_update_rate",
+)
+_FLAGS = ("qk_norm", "attention_bias", "norm_topk_prob", "router_bias", "tie_word_embeddings")
 
 
 @strict
@@ -95,8 +118,8 @@ class FragmentMoeConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_types()
         if self.head_dim is None:
-            _require(self.num_attention_heads > 0, "num_attention_heads", "must be at least 1")
             _require(
                 self.hidden_size % self.num_attention_heads == 0,
                 "hidden_size",
@@ -104,59 +127,49 @@ class FragmentMoeConfig(PreTrainedConfig):
             )
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
-        self._check_sizes()
-        self._check_router()
+        self._check_values(self.head_dim)
 
-    def _check_sizes(self) -> None:
-        positive = (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "max_position_embeddings",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_experts",
-            "num_experts_per_tok",
-        )
-        for name in positive:
-            _require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+    def _check_types(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if name != "head_dim" or value is not None:
+                _require(type(value) is int and value >= 1, name, f"must be an integer from 1, got {value!r}")
+        for name in ("num_shared_experts", "first_k_dense"):
+            value = getattr(self, name)
+            _require(type(value) is int and value >= 0, name, f"must be an integer from 0, got {value!r}")
+        for name in _RATES:
+            value = getattr(self, name)
+            _require(
+                type(value) in (int, float) and value >= 0, name, f"must be a number from 0, got {value!r}"
+            )
+        for name in _FLAGS:
+            value = getattr(self, name)
+            _require(type(value) is bool, name, f"must be true or false, got {value!r}")
+
+    def _check_values(self, head_dim: int) -> None:
+        _require(head_dim % 2 == 0, "head_dim", f"must be even for the rotary embedding, got {head_dim}")
         _require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads",
             f"{self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}",
         )
         _require(
-            self.head_dim is not None and self.head_dim % 2 == 0,
-            "head_dim",
-            "must be even (rotary embedding)",
-        )
-        _require(
-            0 <= self.first_k_dense < self.num_hidden_layers,
+            self.first_k_dense < self.num_hidden_layers,
             "first_k_dense",
-            f"must be 0 to num_hidden_layers - 1 = {self.num_hidden_layers - 1}, got {self.first_k_dense}",
+            f"must be below num_hidden_layers {self.num_hidden_layers}, got {self.first_k_dense}",
         )
-        _require(0 <= self.attention_dropout < 1, "attention_dropout", "must be at least 0 and below 1")
-
-    def _check_router(self) -> None:
         _require(
             self.num_experts_per_tok <= self.num_experts,
             "num_experts_per_tok",
             f"{self.num_experts_per_tok} is more than num_experts {self.num_experts}",
         )
+        known = self.scoring in SCORINGS
+        _require(known, "scoring", f"must be one of {', '.join(SCORINGS)}, got {self.scoring!r}")
         _require(
-            self.scoring in SCORINGS, "scoring", f"must be one of {', '.join(SCORINGS)}, got {self.scoring!r}"
+            self.hidden_act in ACT2FN, "hidden_act", f"{self.hidden_act!r} is no activation of transformers"
         )
-        _require(self.routed_scaling_factor > 0, "routed_scaling_factor", "must be positive")
-        for name in (
-            "num_shared_experts",
-            "router_aux_loss_coef",
-            "router_z_loss_coef",
-            "router_bias_update_rate",
-        ):
-            _require(getattr(self, name) >= 0, name, f"must not be negative, got {getattr(self, name)}")
+        _require(self.routed_scaling_factor > 0, "routed_scaling_factor", "must be above 0")
+        _require(self.attention_dropout < 1, "attention_dropout", "must be below 1")
 
 
 def _require(ok: bool, field: str, expected: str) -> None:
