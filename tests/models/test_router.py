@@ -81,6 +81,21 @@ def test_bf16_model_runs_and_trains_with_fp32_router(make_model: MakeModel, toke
     assert {router.weight.grad.dtype for router in routers(model)} == {torch.float32}
 
 
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_whole_model_trains_under_autocast(make_model: MakeModel, tokens: Tensor, experts: str) -> None:
+    """megablocks#91: fp32 parameters and losses, raw fp32 router logits, whichever experts implementation runs."""
+    model = make_model(router_z_loss_coef=0.1, num_shared_experts=1)
+    model.set_experts_implementation(experts)
+    exact = model(tokens, labels=tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(tokens, labels=tokens, output_router_logits=True)
+    out.loss.backward()
+    assert {layer.dtype for layer in out.router_logits} == {torch.float32}
+    assert out.aux_loss.dtype == torch.float32
+    torch.testing.assert_close(out.loss, exact.loss, rtol=0.03, atol=0)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 @pytest.mark.parametrize("cast", ["to", "bfloat16", "half", "double", "again"])
 def test_casting_the_model_keeps_bias_and_rotary_exact(make_model: MakeModel, cast: str) -> None:
     """A bias of 5 would swallow an update of 1e-3 in bf16."""
