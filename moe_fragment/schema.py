@@ -105,8 +105,14 @@ def explain(error: ValidationError, where: str, within: str = "") -> str:
         where: the file, or another name for the source.
         within: dotted path of the section inside the file, if ``error`` is about a part of it.
     """
+    problems = error.errors(include_url=False)
+    # A list with a bad entry is also reported as too short, because the bad one does not count.
+    bad = {problem["loc"][:length] for problem in problems for length in range(len(problem["loc"]))}
+    problems = [
+        problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in bad
+    ]
     # An unknown field is most often the misspelt name of one that is then reported as missing.
-    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] == "missing")
+    problems.sort(key=lambda problem: problem["type"] == "missing")
     first = problems[0]
     path, message = _path(first["loc"], within), _message(first)
     cause = first.get("ctx", {}).get("error")
@@ -149,9 +155,9 @@ def _message(problem: Any) -> str:
         case "literal_error" | "enum":
             return f"expected {context['expected']}{got}"
         case "too_short":
-            return f"expected at least {context['min_length']} entries, got {context['actual_length']}"
+            return f"expected at least {_entries(context['min_length'])}, got {context['actual_length']}"
         case "too_long":
-            return f"expected at most {context['max_length']} entries, got {context['actual_length']}"
+            return f"expected at most {_entries(context['max_length'])}, got {context['actual_length']}"
         case "string_too_short":
             return f"expected text that is not empty{got}"
         case "string_pattern_mismatch":
@@ -171,6 +177,10 @@ def _message(problem: Any) -> str:
         case _:
             message = problem["msg"]
             return f"{message[:1].lower()}{message[1:]}{got}"
+
+
+def _entries(number: int) -> str:
+    return f"{number} entry" if number == 1 else f"{number} entries"
 
 
 def _shown(value: object) -> str:

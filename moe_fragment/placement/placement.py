@@ -7,7 +7,7 @@ cannot be read. Pure data; ``policies.py`` makes one, the fabric and the expert 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,47 +36,17 @@ class Placement:
             raise PlacementError(
                 f"version: expected {VERSION}, the only one this moe_fragment reads, got {self.version!r}"
             )
+        check_clusters(self.clusters)
         object.__setattr__(self, "clusters", tuple(self.clusters))
-        _check_clusters(self.clusters)
-        if not _is_count(self.num_experts) or self.num_experts < 1:
-            raise PlacementError(
-                f"num_experts: expected a whole number of at least 1, got {self.num_experts!r}"
-            )
+        check_num_experts(self.num_experts)
         if not isinstance(self.layers, Mapping) or not self.layers:
-            raise PlacementError(
-                "layers: expected at least one layer, each with a list of expert ids per cluster"
-            )
+            raise PlacementError("layers: expected at least one layer, each with expert ids per cluster")
         checked = {}
         for layer, held in self.layers.items():
             if not _is_count(layer):
                 raise PlacementError(f"layers: expected layer indices from 0, got {layer!r}")
-            checked[layer] = self._check_layer(layer, held)
+            checked[layer] = check_layer(held, self.clusters, self.num_experts, f"layers[{layer}]")
         object.__setattr__(self, "layers", dict(sorted(checked.items())))
-
-    def _check_layer(self, layer: int, held: Any) -> tuple[tuple[int, ...], ...]:
-        where = f"layers[{layer}]"
-        if not isinstance(held, (list, tuple)) or len(held) != len(self.clusters):
-            raise PlacementError(
-                f"{where}: expected a list of expert ids for each of the {len(self.clusters)} clusters "
-                f"{', '.join(self.clusters)}"
-            )
-        missing = set(range(self.num_experts))
-        for name, experts in zip(self.clusters, held, strict=True):
-            if not isinstance(experts, (list, tuple)):
-                raise PlacementError(f"{where}.{name}: expected a list of expert ids, got {experts!r}")
-            seen: set[int] = set()
-            for expert in experts:
-                if not _is_count(expert) or expert >= self.num_experts:
-                    raise PlacementError(
-                        f"{where}.{name}: expected ids from 0 to {self.num_experts - 1}, got {expert!r}"
-                    )
-                if expert in seen:
-                    raise PlacementError(f"{where}.{name}: expert {expert} is listed twice")
-                seen.add(expert)
-            missing -= seen
-        if missing:
-            raise PlacementError(f"{where}: no cluster holds {_some_experts(missing)}")
-        return tuple(tuple(experts) for experts in held)
 
     def __hash__(self) -> int:
         return hash((self.clusters, self.num_experts, tuple(self.layers.items()), self.version))
@@ -154,7 +124,9 @@ class Placement:
         layers = data["layers"]
         if isinstance(layers, Mapping):
             layers = {_layer_index(key): held for key, held in layers.items()}
-        return cls(**{**data, "layers": layers})
+        return cls(
+            version=data["version"], clusters=data["clusters"], num_experts=data["num_experts"], layers=layers
+        )
 
     def _layer(self, layer: int) -> tuple[tuple[int, ...], ...]:
         if layer not in self.layers:
@@ -172,7 +144,10 @@ def _layer_index(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
 
 
-def _check_clusters(names: tuple[str, ...]) -> None:
+def check_clusters(names: object) -> None:
+    """Names, at least one, none twice."""
+    if not isinstance(names, (list, tuple)):
+        raise PlacementError(f"clusters: expected a list of names, got {names!r}")
     if not names:
         raise PlacementError("clusters: expected at least one name, got none")
     for index, name in enumerate(names):
@@ -180,6 +155,45 @@ def _check_clusters(names: tuple[str, ...]) -> None:
             raise PlacementError(f"clusters[{index}]: expected a name, got {name!r}")
         if name in names[:index]:
             raise PlacementError(f"clusters[{index}]: '{name}' is used twice")
+
+
+def check_num_experts(number: object) -> None:
+    """A whole number of at least one."""
+    if not _is_count(number) or number == 0:
+        raise PlacementError(f"num_experts: expected a whole number of at least 1, got {number!r}")
+
+
+def check_layer(
+    held: Any, clusters: Sequence[str], num_experts: int, where: str
+) -> tuple[tuple[int, ...], ...]:
+    """``held`` as tuples, if it gives every expert a place and no cluster an expert twice.
+
+    Args:
+        held: expert ids per cluster.
+        where: the field that errors name.
+    """
+    if not isinstance(held, (list, tuple)) or len(held) != len(clusters):
+        raise PlacementError(
+            f"{where}: expected a list of expert ids for each of the {len(clusters)} clusters "
+            f"{', '.join(clusters)}"
+        )
+    missing = set(range(num_experts))
+    for name, experts in zip(clusters, held, strict=True):
+        if not isinstance(experts, (list, tuple)):
+            raise PlacementError(f"{where}.{name}: expected a list of expert ids, got {experts!r}")
+        seen: set[int] = set()
+        for expert in experts:
+            if not _is_count(expert) or expert >= num_experts:
+                raise PlacementError(
+                    f"{where}.{name}: expected ids from 0 to {num_experts - 1}, got {expert!r}"
+                )
+            if expert in seen:
+                raise PlacementError(f"{where}.{name}: expert {expert} is listed twice")
+            seen.add(expert)
+        missing -= seen
+    if missing:
+        raise PlacementError(f"{where}: no cluster holds {_some_experts(missing)}")
+    return tuple(tuple(experts) for experts in held)
 
 
 def _some_experts(experts: set[int]) -> str:

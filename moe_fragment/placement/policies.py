@@ -13,7 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from moe_fragment.placement.placement import Placement, PlacementError
+from moe_fragment.placement.placement import (
+    Placement,
+    PlacementError,
+    check_clusters,
+    check_layer,
+    check_num_experts,
+)
 from moe_fragment.topology import Topology
 
 Policy = Literal["even", "capacity", "manual"]
@@ -47,6 +53,8 @@ def place_experts(
     """
     names = clusters.names if isinstance(clusters, Topology) else tuple(clusters)
     indices = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+    check_clusters(names)
+    check_num_experts(num_experts)
     if policy not in get_args(Policy):
         raise PlacementError(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
     if capacities is not None and policy != "capacity":
@@ -57,9 +65,9 @@ def place_experts(
         raise PlacementError(f"table: expected only with policy 'manual', but the policy is '{policy}'")
 
     if policy == "manual":
-        held = _read_table(table, names, indices)
+        held = _read_table(table, names, num_experts, indices)
     else:
-        if 0 < num_experts < len(names):
+        if num_experts < len(names):
             raise PlacementError(
                 f"num_experts: {num_experts} experts cannot be spread over {len(names)} clusters by policy "
                 f"'{policy}', which gives each at least one: use num_experts of {len(names)} or more, fewer "
@@ -106,7 +114,9 @@ def _read_capacities(
     if isinstance(capacities, Mapping):
         for name in (*capacities, *names):
             if name not in names:
-                raise PlacementError(f"capacities: unknown cluster '{name}', expected {', '.join(names)}")
+                raise PlacementError(
+                    f"capacities: unknown cluster '{name}', expected one of {', '.join(names)}"
+                )
             if name not in capacities:
                 raise PlacementError(f"capacities.{name}: required, but not given")
         capacities = [capacities[name] for name in names]
@@ -122,14 +132,14 @@ def _read_capacities(
 
 
 def _read_table(
-    table: Mapping[Any, Any] | None, names: Sequence[str], layers: Sequence[int]
+    table: Mapping[Any, Any] | None, names: Sequence[str], num_experts: int, layers: Sequence[int]
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
     if table is None:
         raise PlacementError("table: required with policy 'manual', but not given")
     if not isinstance(table, Mapping) or not table:
         raise PlacementError("table: expected expert ids by cluster, or by layer and then cluster")
-    if not all(isinstance(entry, Mapping) for entry in table.values()):
-        return dict.fromkeys(layers, _read_row(table, names, "table"))
+    if not any(isinstance(entry, Mapping) for entry in table.values()):
+        return dict.fromkeys(layers, _read_row(table, names, num_experts, "table"))
     rows = {}
     for key, row in table.items():
         layer = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
@@ -138,18 +148,21 @@ def _read_table(
             raise PlacementError(f"table: {key!r} is not one of the model's MoE layers, which are {known}")
         if layer in rows:
             raise PlacementError(f"table: layer {layer} is given twice")
-        rows[layer] = _read_row(row, names, f"table[{layer}]")
+        rows[layer] = _read_row(row, names, num_experts, f"table[{layer}]")
     for layer in layers:
         if layer not in rows:
             raise PlacementError(f"table[{layer}]: required, but not given (every MoE layer needs its row)")
     return rows
 
 
-def _read_row(row: Mapping[Any, Any], names: Sequence[str], where: str) -> tuple[tuple[int, ...], ...]:
+def _read_row(row: Any, names: Sequence[str], num_experts: int, where: str) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(row, Mapping):
+        raise PlacementError(f"{where}: expected expert ids by cluster, got {row!r}")
     for name in row:
         if name not in names:
             raise PlacementError(f"{where}: unknown cluster {name!r}, expected one of {', '.join(names)}")
-    return tuple(tuple(_read_ids(row.get(name, ()), f"{where}.{name}")) for name in names)
+    held = [_read_ids(row.get(name, ()), f"{where}.{name}") for name in names]
+    return check_layer(held, names, num_experts, where)
 
 
 def _read_ids(ids: Any, where: str) -> list[int]:

@@ -1,0 +1,60 @@
+"""`cross_cluster`: the experts implementation that transformers' MoE models call through its ExpertsInterface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_fragment.experts.path import ExpertPath
+
+IMPLEMENTATION = "cross_cluster"
+LOCAL_IMPLEMENTATION = "grouped_mm"
+FP64_IMPLEMENTATION = "batched_mm"
+"""torch's grouped matmul has no fp64, which is for comparisons only."""
+ATTRIBUTE = "cross_cluster_path"
+"""Where an experts module keeps its `ExpertPath`."""
+
+
+def register() -> None:
+    """Make `experts_implementation="cross_cluster"` known to transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, cross_cluster_experts_forward)
+
+
+def cross_cluster_experts_forward(
+    module: Any, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Compute the chosen experts of each token, on whichever clusters they live.
+
+    Collective over the fleet: all ranks call it the same number of times, with any number of tokens, zero included.
+
+    Args:
+        module: experts module holding this cluster's experts only, prepared by `fragment`.
+        hidden_TD: tokens [T, D].
+        ids_TK: global expert ids [T, K], int64.
+        weights_TK: routing weights [T, K].
+
+    Returns:
+        [T, D], the weighted sum of each token's experts. After a failed exchange remote contributions are zero; the
+        step is then discarded fleet-wide.
+    """
+    path: ExpertPath = getattr(module, ATTRIBUTE)
+    dispatch = path.dispatch_preprocess(ids_TK, training=module.training)
+    exchange, ticket = path.token_dispatch(dispatch, hidden_TD, weights_TK)
+    local_TD = experts(module, hidden_TD, path.local_slots(ids_TK), weights_TK)
+    rows_MD, slots_MK, row_weights_MK = path.dispatch_postprocess(exchange, ticket)
+    sums_MD = experts(module, rows_MD, slots_MK, row_weights_MK)
+    ticket = path.token_combine(exchange, sums_MD)
+    return path.combine_postprocess(dispatch, exchange, ticket, local_TD)
+
+
+def experts(
+    module: Any, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """This cluster's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = FP64_IMPLEMENTATION if hidden_TD.dtype == torch.float64 else LOCAL_IMPLEMENTATION
+    return ALL_EXPERTS_FUNCTIONS[name](module, hidden_TD, slots_TK, weights_TK)

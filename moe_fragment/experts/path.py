@@ -1,0 +1,127 @@
+"""The way of one layer's tokens to their experts and back, in named stages; only `token_*` communicate.
+
+Legend: T tokens of this rank, K experts per token, D model width, E experts, C clusters, N rows sent to other
+clusters (one per token and remote cluster), M rows that arrived from other clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_fragment.experts.exchange import Exchange
+from moe_fragment.experts.statistics import ExpertStatistics, in_recompute
+from moe_fragment.fabric import Fabric
+from moe_fragment.placement import Placement
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """Lookup tables of one layer on one cluster: owner cluster of each expert, and local slot of the own ones."""
+
+    owner_E: torch.Tensor
+    slot_E: torch.Tensor
+    local: int
+
+    @staticmethod
+    def of(placement: Placement, layer: int, cluster: int) -> LayerPlacement:
+        """For decoder layer `layer` of pinned `placement`; foreign experts get the sentinel slot `local`."""
+        owner_E = torch.tensor(placement.owners(layer))
+        experts = placement.experts_of(layer, cluster)
+        slot_E = torch.full((placement.num_experts,), len(experts))
+        slot_E[list(experts)] = torch.arange(len(experts))
+        return LayerPlacement(owner_E, slot_E, len(experts))
+
+    def to(self, device: torch.device) -> LayerPlacement:
+        """The same tables on `device`."""
+        return LayerPlacement(self.owner_E.to(device), self.slot_E.to(device), self.local)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What leaves this rank: per row its token, expert ids (-1 where not meant) and the rows per cluster."""
+
+    token_N: torch.Tensor
+    ids_NK: torch.Tensor
+    meant_NK: torch.Tensor
+    sent_C: list[int]
+    owner_TK: torch.Tensor
+
+
+class ExpertPath:
+    """Stages of the expert path of one MoE layer.
+
+    Args:
+        fabric: of this rank.
+        placement: tables of this layer.
+        layer: position among the MoE layers, for statistics.
+        statistics: counters shared by all layers of the model.
+    """
+
+    def __init__(
+        self, fabric: Fabric, placement: LayerPlacement, *, layer: int, statistics: ExpertStatistics
+    ) -> None:
+        self.fabric = fabric
+        self.placement = placement
+        self.layer = layer
+        self.statistics = statistics
+
+    def dispatch_preprocess(self, ids_TK: torch.Tensor, *, training: bool) -> Dispatch:
+        """Decide which tokens go where: one row per (token, remote cluster), grouped by cluster."""
+        if self.placement.owner_E.device != ids_TK.device:
+            self.placement = self.placement.to(ids_TK.device)
+        owner_TK = self.placement.owner_E[ids_TK]
+        wanted_TC = torch.zeros(ids_TK.shape[0], self.fabric.clusters, dtype=torch.bool, device=ids_TK.device)
+        wanted_TC.scatter_(1, owner_TK, True)
+        wanted_TC[:, self.fabric.cluster] = False
+        cluster_N, token_N = wanted_TC.t().nonzero(as_tuple=True)
+        meant_NK = owner_TK[token_N] == cluster_N[:, None]
+        ids_NK = torch.where(meant_NK, ids_TK[token_N], -1)
+        dispatch = Dispatch(token_N, ids_NK, meant_NK, wanted_TC.sum(dim=0).tolist(), owner_TK)
+        if training and not in_recompute():
+            self.statistics.count(
+                self.layer,
+                owner_TK=owner_TK,
+                ids_TK=ids_TK,
+                sent_C=dispatch.sent_C,
+                cluster=self.fabric.cluster,
+            )
+        return dispatch
+
+    def token_dispatch(
+        self, dispatch: Dispatch, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[Exchange, torch.Tensor]:
+        """Start sending; returns the exchange and its ticket."""
+        exchange = Exchange(
+            self.fabric,
+            width=hidden_TD.shape[1],
+            top_k=weights_TK.shape[1],
+            dtype=hidden_TD.dtype,
+            weights_dtype=weights_TK.dtype,
+        )
+        rows_ND = hidden_TD.index_select(0, dispatch.token_N)
+        weights_NK = weights_TK.index_select(0, dispatch.token_N) * dispatch.meant_NK
+        return exchange, exchange.token_dispatch(rows_ND, dispatch.ids_NK, weights_NK, dispatch.sent_C)
+
+    def dispatch_postprocess(
+        self, exchange: Exchange, ticket: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Wait for the rows of the other clusters: vectors [M, D], local slots [M, K], weights [M, K]."""
+        rows_MD, ids_MK, weights_MK = exchange.dispatched_rows(ticket)
+        slots_MK = self.placement.slot_E[ids_MK.clamp_min(0)]
+        return rows_MD, torch.where(ids_MK < 0, self.placement.local, slots_MK), weights_MK
+
+    def local_slots(self, ids_TK: torch.Tensor) -> torch.Tensor:
+        """Local slots of the chosen experts, [T, K]; the sentinel where the expert lives elsewhere."""
+        return self.placement.slot_E[ids_TK]
+
+    def token_combine(self, exchange: Exchange, sums_MD: torch.Tensor) -> torch.Tensor:
+        """Start answering with each arrived row's weighted expert sum; returns the ticket."""
+        return exchange.token_combine(sums_MD)
+
+    def combine_postprocess(
+        self, dispatch: Dispatch, exchange: Exchange, ticket: torch.Tensor, local_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Wait for the answers and add them to this cluster's own sums: [T, D]."""
+        return exchange.combined(ticket, local_TD, dispatch.token_N, dispatch.sent_C)

@@ -1,0 +1,21 @@
+"""How clusters talk: membership, rails, routes, the byte meter and link emulation."""
+
+from moe_fragment.fabric.config import FabricConfig
+from moe_fragment.fabric.connect import connect
+from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Transfer, Verdict
+from moe_fragment.fabric.membership import Coordinator, FleetError
+from moe_fragment.fabric.routes import Route
+
+__all__ = [
+    "FAILED",
+    "OK",
+    "OVERFLOW",
+    "Coordinator",
+    "Fabric",
+    "FabricConfig",
+    "FleetError",
+    "Route",
+    "Transfer",
+    "Verdict",
+    "connect",
+]

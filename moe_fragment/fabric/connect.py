@@ -1,0 +1,118 @@
+"""Puts one rank on the fabric: its lane, its gateway's membership, and the first meeting with the other clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_fragment.fabric.config import FabricConfig
+from moe_fragment.fabric.emulation import LinkEmulator
+from moe_fragment.fabric.fabric import Fabric
+from moe_fragment.fabric.lanes import Lane, LaneLayout
+from moe_fragment.fabric.membership import Member, connect_store, free_store, join_fleet, local_address
+from moe_fragment.fabric.meter import ByteMeter
+from moe_fragment.fabric.rails import Rail
+from moe_fragment.topology import Topology
+
+
+def connect(
+    topology: Topology,
+    config: FabricConfig,
+    *,
+    cluster: str,
+    coordinator: str,
+    facts: dict[str, Any],
+) -> Fabric:
+    """Join the fleet; collective over the fleet.
+
+    The default `torch.distributed` group must exist and hold exactly the ranks of `cluster`.
+
+    Args:
+        topology: the fleet.
+        config: time-outs and emulation.
+        cluster: name of this rank's cluster.
+        coordinator: `host:port` of the coordinator's store.
+        facts: what all clusters must agree on, by name; see `join_fleet`.
+
+    Raises:
+        FleetError: the coordinator does not answer, a cluster does not appear, or clusters disagree.
+        ValueError: the default group has another size than the topology says.
+    """
+    index = topology.index(cluster)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size != topology.sizes[index]:
+        raise ValueError(
+            f"cluster {cluster} runs {size} ranks, but the topology gives it {topology.sizes[index]}"
+        )
+    rails = topology.num_rails
+    layout = LaneLayout.of(rank, size, rails)
+    lane_groups = [
+        dist.new_group(list(range(rail, size, rails)), backend="gloo") if size > rails else None
+        for rail in range(rails)
+    ]
+    lane = Lane(layout, rank, lane_groups[layout.rail] if len(layout.members) > 1 else None)
+    control = dist.new_group(list(range(size)), backend="gloo") if size > 1 else None
+
+    fabric = Fabric(
+        cluster=index,
+        names=topology.names,
+        lane=lane,
+        control=control,
+        meter=ByteMeter(),
+        emulated=config.emulate,
+    )
+    fabric.everyone(_join, fabric, topology, config, cluster, coordinator, facts)
+    return fabric
+
+
+def _join(
+    fabric: Fabric,
+    topology: Topology,
+    config: FabricConfig,
+    cluster: str,
+    coordinator: str,
+    facts: dict[str, Any],
+) -> None:
+    if not fabric.lane.is_gateway:
+        fabric.share_address(None)
+        return
+    index = topology.index(cluster)
+    address = local_address(topology.clusters[index].address)
+    own_store = None
+    error: Exception | None = None
+    try:
+        store = connect_store(coordinator, config.exchange_timeout_s)
+        if dist.get_rank() == 0:
+            join_fleet(store, cluster, topology.names, facts, config.join_timeout_s)
+            own_store = free_store(address)
+    except Exception as caught:
+        error = caught
+    shared = fabric.share_address((address, own_store.port) if own_store is not None else None)
+    if error is not None:
+        raise error
+    if shared is None:
+        raise RuntimeError("the first gateway of this cluster could not join the fleet")
+    member = Member(
+        store,
+        own_store=shared,
+        rail=fabric.lane.layout.rail,
+        rails=topology.num_rails,
+        name=cluster,
+        index=index,
+        clusters=len(topology.names),
+        address=address,
+        exchange_timeout_s=config.exchange_timeout_s,
+        quorum_timeout_s=config.quorum_timeout_s,
+    )
+    emulator = None
+    if config.emulate:
+        emulator = LinkEmulator(topology, index, key=coordinator.replace(":", "-"), seed=config.seed)
+    rail = Rail(
+        member.group,
+        names=topology.names,
+        meter=fabric.meter,
+        timeout_s=config.exchange_timeout_s,
+        emulator=emulator,
+    )
+    fabric.attach(rail, member, keep=(store, own_store, emulator))

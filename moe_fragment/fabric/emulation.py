@@ -1,0 +1,85 @@
+"""Emulated links: each message is held back for as long as the topology's link would take.
+
+A directed link is a FIFO queue with a rate and a delay. A sender reserves `bytes / rate` behind what is already
+queued on that link (all processes of this machine share one memory-mapped table of queue ends), adds the one-way
+delay and jitter, and stamps the message with the moment it may be seen; the receiver waits until then. The bytes
+themselves move at the machine's own speed, so emulated time passes while the receiver computes: overlap works as on a
+real link. Clocks are `time.monotonic()`, which all processes of one machine share; hence one machine only.
+
+Packet loss does not lose data on a reliable transport, it lowers its rate: the rate is capped at Mathis et al.,
+"The macroscopic behavior of the TCP congestion avoidance algorithm" (1997), MSS / RTT * sqrt(3/2) / sqrt(loss).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import random
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+from moe_fragment.topology import Topology
+
+MSS_BYTES = 1460
+_SLOT = struct.Struct("d")
+
+
+class LinkEmulator:
+    """Delivery times for messages between the clusters of `topology`, shared by all processes of one machine.
+
+    Args:
+        topology: the fleet, whose links give rate (bytes/s), one-way delay (s), jitter (s) and loss per direction.
+        cluster: index of the cluster this process belongs to (the sender).
+        key: what the processes of one fleet have in common, names the shared table.
+        seed: of the jitter; drawn per message, so it is repeatable for one process.
+    """
+
+    def __init__(self, topology: Topology, cluster: int, *, key: str, seed: int = 0) -> None:
+        self._clusters = len(topology.names)
+        self._cluster = cluster
+        self._random = random.Random(f"{seed}-{key}-{cluster}-{os.environ.get('RANK', 0)}")
+        self._rate, self._delay, self._jitter = {}, {}, {}
+        for peer, name in enumerate(topology.names):
+            if peer == cluster:
+                continue
+            link = topology.link(topology.names[cluster], name)
+            back = topology.link(name, topology.names[cluster])
+            round_trip_s = max(link.one_way_s + back.one_way_s, 1e-6)
+            self._rate[peer] = min(link.bandwidth_bytes_per_s, lossy_rate(link.loss, round_trip_s))
+            self._delay[peer] = link.one_way_s
+            self._jitter[peer] = link.jitter_s
+        self.path = Path(tempfile.gettempdir()) / f"moe_fragment-links-{key}"
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, self._clusters**2 * _SLOT.size)
+        self._table = mmap.mmap(self._file, self._clusters**2 * _SLOT.size)
+
+    def reserve(self, peer: int, size_bytes: int) -> float:
+        """Queue a message to cluster `peer`; returns the monotonic time (s) at which it arrives there."""
+        offset = (self._cluster * self._clusters + peer) * _SLOT.size
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            (busy_until,) = _SLOT.unpack_from(self._table, offset)
+            leaves = max(busy_until, time.monotonic()) + size_bytes / self._rate[peer]
+            _SLOT.pack_into(self._table, offset, leaves)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return leaves + self._delay[peer] + self._random.uniform(0.0, self._jitter[peer])
+
+    def close(self) -> None:
+        """Release the shared table; the last process to leave finds it already unlinked, which is fine."""
+        self._table.close()
+        os.close(self._file)
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def lossy_rate(loss: float, round_trip_s: float) -> float:
+    """Highest rate (bytes/s) of one TCP flow at packet loss `loss` (fraction), Mathis et al. (1997), eq. 3."""
+    if loss <= 0.0:
+        return math.inf
+    return MSS_BYTES / round_trip_s * math.sqrt(1.5 / loss)

@@ -1,0 +1,344 @@
+"""The cross-cluster fabric of one rank: routes for tokens, an all-reduce for the trunk, and the fleet's verdict.
+
+All transfers run on one background thread in the order they were submitted, over host memory: tokens fly while the
+caller computes, and `Transfer.wait()` says how long that was hidden and how long it was not. Intra-cluster work that
+belongs to a transfer (lanes) uses groups of its own, never DeepSpeed's.
+
+A failed exchange raises nowhere: `healthy` turns false, later exchanges of the step return no rows or zeros, and
+`verdict()` tells every rank of every cluster that the step is to be discarded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_fragment.fabric.emulation import LinkEmulator
+from moe_fragment.fabric.lanes import Lane
+from moe_fragment.fabric.membership import FleetError, Member
+from moe_fragment.fabric.meter import ByteMeter
+from moe_fragment.fabric.rails import ExchangeError, Rail
+from moe_fragment.fabric.routes import Route, RouteTable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OK, OVERFLOW, FAILED = 2, 1, 0
+"""Outcome of a step: committed; discarded because of non-finite numbers; discarded and tried again."""
+
+
+@dataclass
+class WaitClock:
+    """Seconds since the last `reset`: waits for other clusters that the caller felt, and those it did not."""
+
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    local_s: float = 0.0
+
+    def reset(self) -> WaitClock:
+        """Returns what was counted and starts at zero."""
+        counted = WaitClock(self.exposed_s, self.hidden_s, self.local_s)
+        self.exposed_s = self.hidden_s = self.local_s = 0.0
+        return counted
+
+
+class Transfer(Generic[T]):
+    """A running transfer; `wait()` returns its result and books the time."""
+
+    def __init__(self, future: Future[tuple[T, float]], clock: WaitClock) -> None:
+        self._future = future
+        self._clock = clock
+
+    def wait(self) -> T:
+        """Block until the transfer is through; only programming errors raise."""
+        called = time.monotonic()
+        result, took_s = self._future.result()
+        exposed_s = time.monotonic() - called
+        self._clock.exposed_s += exposed_s
+        self._clock.hidden_s += max(0.0, took_s - exposed_s)
+        return result
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the fleet decided about a step."""
+
+    outcome: int
+    values_CV: list[list[float]]
+    """Per cluster the vector it contributed; zeros for a cluster that could not be heard."""
+
+
+class Fabric:
+    """Cross-cluster communication of one rank.
+
+    Args:
+        cluster: index of this rank's cluster.
+        names: of all clusters, in order.
+        lane: this rank's lane.
+        control: host-memory group of all ranks of this cluster, or None for a cluster of one rank.
+        meter: byte counters (counted on gateways).
+        emulated: whether links are emulated; goes into the run log.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: int,
+        names: tuple[str, ...],
+        lane: Lane,
+        control: dist.ProcessGroup | None,
+        meter: ByteMeter,
+        emulated: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.names = names
+        self.lane = lane
+        self.emulated = emulated
+        self.control = control
+        self.meter = meter
+        self.clock = WaitClock()
+        self.failure: ExchangeError | None = None
+        self._rail: Rail | None = None
+        self._member: Member | None = None
+        self._keep: tuple[Any, ...] = ()
+        self._routes = RouteTable(
+            lane, len(names), on_failure=self._fail, healthy=lambda: self.failure is None
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fabric")
+
+    def attach(self, rail: Rail, member: Member, keep: tuple[Any, ...] = ()) -> None:
+        """Make this rank a gateway; `keep` holds what must live as long (stores, the link table)."""
+        self._rail, self._member, self._keep = rail, member, keep
+        self._routes.rail = rail
+
+    @property
+    def clusters(self) -> int:
+        """Number of clusters in the fleet."""
+        return len(self.names)
+
+    @property
+    def is_gateway(self) -> bool:
+        """Whether this rank is on a rail itself."""
+        return self._rail is not None
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Meet the other clusters for fleet step `step`; collective over the fleet.
+
+        Raises:
+            FleetError: a cluster is missing or the fleet is at another step.
+        """
+        self.failure = None
+        started = time.monotonic()
+        self.everyone(self._meet)
+        self.clock.exposed_s += time.monotonic() - started
+        if self._rail is not None:
+            assert self._member is not None
+            self._rail.peers = self._member.group.peers
+            self._rail.begin_step(step)
+
+    def _meet(self) -> None:
+        if self._member is not None:
+            self._member.quorum()
+
+    def everyone(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Run `act` on this rank; when it raises on one rank of the cluster, all of them raise."""
+        error: Exception | None = None
+        try:
+            act(*arguments)
+        except Exception as caught:
+            error = caught
+        if self.control is not None:
+            reports: list[str | None] = [None] * dist.get_world_size(self.control)
+            dist.all_gather_object(reports, str(error) if error else None, group=self.control)
+            if error is None and (heard := next((report for report in reports if report), None)):
+                raise FleetError(heard)
+        if error is not None:
+            raise error
+
+    def verdict(self, outcome: int, values: list[float]) -> Verdict:
+        """Tell everybody how the step went here, and learn how it went elsewhere; collective over the fleet.
+
+        Every rail carries the vector, so that each gateway proves that its rail still works.
+
+        Args:
+            outcome: of this rank; the worst of the cluster is sent.
+            values: this cluster's numbers (the same on all its ranks), exchanged bit for bit.
+        """
+        mine = self.cluster_min(outcome if self.failure is None else FAILED)
+        heard = self._submit(self._exchange_verdict, mine, values).wait()
+        worst = self.cluster_min(FAILED if heard is None else min(int(row[0]) for row in heard))
+        rows = heard if heard is not None else [[0.0] * (1 + len(values))] * self.clusters
+        if self.control is not None:
+            rows = self._broadcast(rows)
+        return Verdict(worst, [row[1:] for row in rows])
+
+    def _exchange_verdict(self, outcome: int, values: list[float]) -> list[list[float]] | None:
+        row = torch.tensor([float(outcome), *values], dtype=torch.float64)
+        if self._rail is None:
+            return [row.tolist()] * self.clusters
+        if self.failure is not None:
+            return None
+        data = row.view(torch.uint8)
+        try:
+            heard = self._rail.exchange(
+                "verdict", [data] * self.clusters, [data.numel()] * self.clusters, "control"
+            )
+        except ExchangeError as error:
+            self._fail(error)
+            return None
+        heard[self.cluster] = data
+        return [
+            part.clone().view(torch.float64).tolist()
+            if part.numel()
+            else [float(FAILED), *[0.0] * len(values)]
+            for part in heard
+        ]
+
+    def commit(self, ok: bool) -> bool:
+        """Close the step with torchft's vote inside the cluster; True when all its gateways agree on ok."""
+        agreed = self._member.commit(ok) if self._member is not None else ok
+        return bool(self.cluster_min(int(agreed)))
+
+    def _fail(self, error: ExchangeError) -> None:
+        self.failure = error
+        log.warning("%s", error)
+        if self._member is not None:
+            self._member.group.drop()
+
+    # -- tokens ------------------------------------------------------------------------------------------------
+
+    def open_route(
+        self, rows: torch.Tensor, sent_C: list[int], channel: str = "dispatch"
+    ) -> Transfer[tuple[Route, torch.Tensor]]:
+        """Start sending `rows` (uint8 [sum(sent_C), b], host memory, grouped by destination cluster)."""
+        return self._submit(self._routes.open, rows, sent_C, channel)
+
+    def forward(self, route: Route, rows: torch.Tensor, channel: str) -> Transfer[torch.Tensor]:
+        """Start sending new rows along `route`: uint8 [route.sent, b] in, uint8 [route.arrived, b] out."""
+        return self._submit(self._routes.forward, route, rows, channel)
+
+    def reverse(self, route: Route, rows: torch.Tensor, channel: str) -> Transfer[torch.Tensor]:
+        """Start answering along `route`: uint8 [route.arrived, b] in, uint8 [route.sent, b] out."""
+        return self._submit(self._routes.reverse, route, rows, channel)
+
+    # -- trunk -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, vector: torch.Tensor, channel: str = "trunk") -> Transfer[None]:
+        """Start summing `vector` (1-D, host memory) over the rail's gateways, in place; gateways only.
+
+        Each cluster sums one piece (in cluster order) and hands it round: 2 (C - 1) / C of the vector leaves each
+        cluster, in two message delays, and the result is the same to the bit everywhere. After a failure the
+        vector's contents are undefined and the step is discarded.
+        """
+        return self._submit(self._all_reduce, vector, channel)
+
+    def _all_reduce(self, vector: torch.Tensor, channel: str) -> None:
+        rail = self._rail
+        assert rail is not None, "only gateways reduce over a rail"
+        if self.failure is not None:
+            return
+        bounds = [vector.numel() * index // self.clusters for index in range(self.clusters + 1)]
+        pieces = [vector[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        own = pieces[self.cluster]
+        size = vector.element_size()
+        try:
+            heard = rail.exchange(
+                "trunk",
+                [as_bytes(piece) for piece in pieces],
+                [own.numel() * size] * self.clusters,
+                channel,
+            )
+            heard[self.cluster] = as_bytes(own).clone()
+            own.zero_()
+            for part in heard:
+                if part.numel():
+                    own += from_bytes(part, vector.dtype)
+            heard = rail.exchange(
+                "trunk", [as_bytes(own)] * self.clusters, [piece.numel() * size for piece in pieces], channel
+            )
+            for piece, part in zip(pieces, heard, strict=True):
+                if part.numel():
+                    piece.copy_(from_bytes(part, vector.dtype))
+        except ExchangeError as error:
+            self._fail(error)
+
+    def fleet_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small host tensor over all ranks of the fleet, over the first rail; collective over the fleet.
+
+        The result is the same to the bit everywhere. After a failure it is undefined and the step is discarded.
+        """
+        self.cluster_sum(values)
+        if self._rail is not None and self.lane.layout.rail == 0:
+            flat = values.reshape(-1)
+            self._submit(self._all_reduce, flat, "control").wait()
+            values = flat.view(values.shape)
+        if self.control is not None:
+            dist.broadcast(values, src=0, group=self.control)
+        return values
+
+    # -- inside the cluster ------------------------------------------------------------------------------------
+
+    def cluster_min(self, value: int) -> int:
+        """Smallest `value` over the ranks of this cluster."""
+        if self.control is None:
+            return value
+        data = torch.tensor([value], dtype=torch.int64)
+        started = time.monotonic()
+        dist.all_reduce(data, op=dist.ReduceOp.MIN, group=self.control)
+        self.clock.local_s += time.monotonic() - started
+        return int(data)
+
+    def cluster_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a host tensor over the ranks of this cluster, in place."""
+        if self.control is not None:
+            started = time.monotonic()
+            dist.all_reduce(values, group=self.control)
+            self.clock.local_s += time.monotonic() - started
+        return values
+
+    def share_address(self, address: tuple[str, int] | None) -> tuple[str, int] | None:
+        """The first gateway's (host, port), on every rank of this cluster."""
+        return self._broadcast(address) if self.control is not None else address
+
+    def _broadcast(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def _submit(self, act: Callable[..., T], *arguments: Any) -> Transfer[T]:
+        def timed() -> tuple[T, float]:
+            started = time.monotonic()
+            result = act(*arguments)
+            return result, time.monotonic() - started
+
+        return Transfer(self._thread.submit(timed), self.clock)
+
+    def close(self) -> None:
+        """Finish what is under way and leave the fleet."""
+        self._thread.shutdown(wait=True)
+        if self._member is not None:
+            self._member.close()
+        for held in self._keep:
+            if isinstance(held, LinkEmulator):
+                held.close()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as uint8 [numel * element_size]."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of `as_bytes`, 1-D; copies when the bytes do not start on a boundary of `dtype`."""
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)

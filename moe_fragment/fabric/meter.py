@@ -1,0 +1,49 @@
+"""Counts every byte that crosses between clusters, by peer and channel.
+
+Payload (rows, ids, routing weights, gradients) and framing (frame headers, row counts) are kept apart, so that
+payload can be held against its closed form to the byte and framing against its share. What TCP adds is not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+
+CHANNELS = ("dispatch", "combine", "trunk", "control", "heal")
+"""`dispatch` and `combine` include their backward; `control` is votes and membership."""
+
+
+@dataclass
+class Traffic:
+    """Bytes between this cluster and one peer on one channel."""
+
+    sent: int = 0
+    received: int = 0
+    sent_framing: int = 0
+    received_framing: int = 0
+    messages: int = 0
+
+
+class ByteMeter:
+    """Thread-safe counters; `drain()` hands over what was counted since the last call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[int, str], Traffic] = defaultdict(Traffic)
+
+    def count(self, peer: int, channel: str, *, sent: int, received: int, framing: int) -> None:
+        """Count one exchange with cluster `peer`: payload bytes each way, framing bytes each way."""
+        with self._lock:
+            traffic = self._counts[peer, channel]
+            traffic.sent += sent
+            traffic.received += received
+            traffic.sent_framing += framing
+            traffic.received_framing += framing
+            traffic.messages += 1
+
+    def drain(self) -> dict[tuple[int, str], Traffic]:
+        """The counters since the last drain, by (peer cluster index, channel)."""
+        with self._lock:
+            counts, self._counts = dict(self._counts), defaultdict(Traffic)
+        return counts

@@ -1,0 +1,186 @@
+"""`fragment`: keep only this cluster's experts of a MoE model and route the others' tokens over the fabric.
+
+Works on any transformers model whose experts module holds `gate_up_proj` and `down_proj` (or `up_proj`) with experts in
+the first dimension and dispatches through `ALL_EXPERTS_FUNCTIONS`; tested on Qwen3-MoE, Mixtral and FragmentMoe.
+Weights and names stay as they are, only the first dimension shrinks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_fragment.experts import IMPLEMENTATION, ExpertPath, ExpertStatistics, LayerPlacement, register
+from moe_fragment.experts.interface import ATTRIBUTE
+from moe_fragment.fabric import Fabric
+from moe_fragment.placement import Placement
+
+_STACKED = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One MoE layer of a model: decoder layer index, dotted name of its experts module, and the module."""
+
+    index: int
+    name: str
+    module: Any
+
+    def stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters with experts in their first dimension, by attribute name."""
+        for attribute in _STACKED:
+            parameter = getattr(self.module, attribute, None)
+            if isinstance(parameter, nn.Parameter):
+                yield attribute, parameter
+
+
+@dataclass(frozen=True)
+class Fragmented:
+    """What `fragment` did to a model; found on it as `model.fragmented`."""
+
+    placement: Placement
+    cluster: int
+    layers: tuple[ExpertLayer, ...]
+    statistics: ExpertStatistics
+
+    def expert_ids(self, parameter_name: str) -> tuple[int, ...] | None:
+        """Global expert ids along the first dimension of a stacked parameter; None for a trunk parameter."""
+        for layer in self.layers:
+            prefix, _, attribute = parameter_name.rpartition(".")
+            if prefix == layer.name and attribute in _STACKED:
+                return self.placement.experts_of(layer.index, self.cluster)
+        return None
+
+
+def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
+    """The MoE layers of a transformers model, by decoder layer.
+
+    Raises:
+        ValueError: the model has none, or one whose experts cannot be told apart by their first dimension.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "_is_expert_parallel") or not hasattr(module, "num_experts"):
+            continue
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if not numbers:
+            raise ValueError(f"{name}: cannot tell which decoder layer these experts belong to")
+        layer = ExpertLayer(numbers[-1], name, module)
+        wrong = [
+            f"{attribute} {tuple(parameter.shape)}"
+            for attribute, parameter in layer.stacked()
+            if parameter.shape[0] != module.num_experts
+        ]
+        if wrong or not list(layer.stacked()):
+            raise ValueError(
+                f"{name}: expected {module.num_experts} experts in the first dimension, got {wrong}"
+            )
+        found.append(layer)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts module that dispatches through transformers' experts interface"
+        )
+    return tuple(found)
+
+
+def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
+    """Keep this cluster's experts and send other tokens to where their experts live; changes `model` in place.
+
+    Args:
+        model: a transformers MoE model with all its experts.
+        placement: pinned placement over the fabric's clusters, covering every MoE layer of the model.
+        fabric: of this rank.
+
+    Returns:
+        the same model, with `model.fragmented` describing what was done.
+
+    Raises:
+        ValueError: the placement does not fit the model or the fabric, the model is fragmented already, an
+            optimizer holds its parameters, or the model did not take the `cross_cluster` implementation.
+    """
+    if hasattr(model, "fragmented"):
+        raise ValueError("the model is fragmented already")
+    layers = expert_layers(model)
+    _check_no_optimizer(model)
+    _check_placement(layers, placement, fabric)
+    register()
+    statistics = ExpertStatistics(len(layers), fabric.clusters, placement.num_experts)
+    for position, layer in enumerate(layers):
+        experts = list(placement.experts_of(layer.index, fabric.cluster))
+        for attribute, parameter in list(layer.stacked()):
+            kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=parameter.requires_grad)
+            setattr(layer.module, attribute, kept)
+        layer.module.num_experts = len(experts)
+        layer.module._is_expert_parallel = True
+        tables = LayerPlacement.of(placement, layer.index, fabric.cluster)
+        setattr(layer.module, ATTRIBUTE, ExpertPath(fabric, tables, layer=position, statistics=statistics))
+    _use_cross_cluster(model, layers)
+    model.fragmented = Fragmented(placement, fabric.cluster, layers, statistics)
+    return model
+
+
+def _check_placement(layers: tuple[ExpertLayer, ...], placement: Placement, fabric: Fabric) -> None:
+    if tuple(placement.clusters) != tuple(fabric.names):
+        raise ValueError(f"the placement is for clusters {placement.clusters}, the fabric has {fabric.names}")
+    if not placement.is_pinned:
+        raise ValueError(
+            "the placement replicates experts; replicated experts need a sync among their clusters"
+        )
+    for layer in layers:
+        if layer.index not in placement.layers:
+            raise ValueError(f"the placement says nothing about layer {layer.index}, which has experts")
+        if placement.num_experts != layer.module.num_experts:
+            raise ValueError(
+                f"the placement places {placement.num_experts} experts, {layer.name} has {layer.module.num_experts}"
+            )
+    unknown = set(placement.layers) - {layer.index for layer in layers}
+    if unknown:
+        raise ValueError(
+            f"the placement places experts of layers {sorted(unknown)}, which have none in this model"
+        )
+
+
+def _check_no_optimizer(model: nn.Module) -> None:
+    """An optimizer built before would keep the whole experts and never see the ones the model uses afterwards."""
+    if any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in model.parameters()
+    ):
+        raise ValueError("DeepSpeed already wraps this model; fragment it before deepspeed.initialize")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for held in gc.get_objects():
+        if not isinstance(held, torch.optim.Optimizer):
+            continue
+        for group in held.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    raise ValueError(
+                        f"{type(held).__name__} was built before fragmenting and holds {names[id(parameter)]}; "
+                        f"fragment the model first, then build the optimizer"
+                    )
+
+
+def _use_cross_cluster(model: Any, layers: tuple[ExpertLayer, ...]) -> None:
+    model.set_experts_implementation(IMPLEMENTATION)
+    ignored = [
+        layer.name for layer in layers if layer.module.config._experts_implementation != IMPLEMENTATION
+    ]
+    if ignored:
+        raise ValueError(
+            f"{type(model).__name__} did not take the {IMPLEMENTATION} experts implementation ({ignored[0]} still "
+            f"uses {layers[0].module.config._experts_implementation}); its experts class must be decorated with "
+            f"transformers' use_experts_implementation"
+        )
+
+
+def local_state(state: Mapping[str, torch.Tensor], fragmented: Fragmented) -> dict[str, torch.Tensor]:
+    """Of a whole model's state dict, what this cluster holds (stacked parameters sliced to its experts)."""
+    local = {}
+    for name, tensor in state.items():
+        ids = fragmented.expert_ids(name)
+        local[name] = tensor if ids is None else tensor[list(ids)]
+    return local

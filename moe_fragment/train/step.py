@@ -1,0 +1,216 @@
+"""One optimizer step of one rank, from micro-batches to the fleet's commit.
+
+The order, the same on every rank of every cluster:
+
+1. meet (quorum), so that everybody is at the same step with working rails;
+2. forward and backward of all micro-batches, tokens exchanged in every MoE layer; DeepSpeed reduces inside the cluster;
+3. sum the trunk's gradient over the clusters;
+4. verdict: outcome, token counts, losses and squared norms of every cluster;
+5. torchft's vote inside each cluster, then all step, or all discard: a failed step is run again with the same data, a
+   step with non-finite numbers (or without a single loss-bearing token) is given up.
+
+Nothing between 1 and 5 raises because of another cluster, so DeepSpeed's engine is always at a boundary afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_fragment.fabric import FAILED, OK, OVERFLOW, Fabric
+from moe_fragment.models.fragment import Fragmented
+from moe_fragment.models.router import reset_router_load, router_load, routers, update_router_bias
+from moe_fragment.sync import CanonicalVector, Run, TrunkAllReduce
+from moe_fragment.train.loss import Batch, micro_batch_losses
+from moe_fragment.train.zero import ZeroShards, is_expert
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did; the same on every rank unless said otherwise."""
+
+    outcome: int
+    loss: float
+    """Mean cross-entropy per token over the fleet, nats."""
+    tokens: int
+    """Loss-bearing tokens of the fleet."""
+    grad_norm: float
+    """Of the whole model before clipping: the trunk once, each expert once."""
+    cluster_tokens: list[int] = field(default_factory=list)
+    cluster_losses: list[float] = field(default_factory=list)
+    reason: str = ""
+    step_s: float = 0.0
+    """Of this rank, like the waits."""
+    wan_wait_s: float = 0.0
+    wan_hidden_s: float = 0.0
+    local_wait_s: float = 0.0
+
+
+class Stepper:
+    """Runs steps on a DeepSpeed engine around a fragmented model.
+
+    Args:
+        engine: DeepSpeed engine, ZeRO 1 or 3, gradient clipping off.
+        fabric: of this rank.
+        fragmented: what `fragment` did to the model.
+        accumulation: micro-batches per step, the same on every rank of the fleet.
+        expected_tokens: about how many tokens the fleet's step has; only keeps gradients in a sane range before the
+            division by the true number.
+        clip_norm: largest gradient norm of the whole model, 0 for none.
+        rails, local_ranks, local_rank: of this cluster.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        fabric: Fabric,
+        fragmented: Fragmented,
+        *,
+        accumulation: int,
+        expected_tokens: int,
+        clip_norm: float,
+        rails: int,
+        local_rank: int,
+        local_ranks: int,
+    ) -> None:
+        self.engine = engine
+        self.fabric = fabric
+        self.shards = ZeroShards(engine, fragmented)
+        self.statistics = fragmented.statistics
+        self._accumulation = accumulation
+        self._expected_tokens = max(1, expected_tokens)
+        self._clip_norm = clip_norm
+        self._local_ranks = local_ranks
+        self._rails = rails
+        vector = CanonicalVector(self.shards.sizes(experts=False))
+        self._trunk = TrunkAllReduce(
+            fabric,
+            [
+                Run(vector.starts[shard.name] + shard.offset, shard.size, shard.flat, shard.position)
+                for shard in self.shards.shards
+                if not is_expert(shard.name)
+            ],
+            total=vector.size,
+            rails=rails,
+            local_rank=local_rank,
+            local_ranks=local_ranks,
+            group=fabric.control,
+        )
+        self._experts = [shard for shard in self.shards.shards if is_expert(shard.name)]
+        self._device = torch.device(engine.device)
+        self._model = engine.module
+        self._routers_learn = any(r.e_score_correction_bias is not None for r in routers(self._model))
+
+    def step(self, number: int, batches: Sequence[Batch], *, learning_rate: float) -> StepReport:
+        """Run fleet step `number` on this rank's micro-batches; collective over the fleet.
+
+        Raises:
+            FleetError: the clusters could not meet.
+        """
+        started = time.monotonic()
+        self.fabric.clock.reset()
+        self.fabric.begin_step(number)
+        self.engine.train()
+        sums = self._run_micro_batches(batches)
+        flats = self.shards.gradients()
+        for flat in flats:
+            flat.mul_(self._local_ranks)  # DeepSpeed averaged over the cluster's ranks
+        squares = self._sync_and_measure(flats)
+        load_LE = self._fleet_router_load()
+        numbers = self.fabric.cluster_sum(torch.tensor([*sums, squares[1]], dtype=torch.float64)).tolist()
+        values = [numbers[0], numbers[1], squares[0], numbers[2]]
+        verdict = self.fabric.verdict(OK if all(map(math.isfinite, values)) else OVERFLOW, values)
+        tokens = sum(row[0] for row in verdict.values_CV)
+        scale = self._expected_tokens / tokens if tokens else 0.0
+        # The trunk's norm is taken from the first cluster, bit for bit: every cluster must clip alike.
+        square = verdict.values_CV[0][2] + sum(row[3] for row in verdict.values_CV)
+        norm = math.sqrt(square) * scale if square >= 0 else math.nan
+        outcome, reason = verdict.outcome, ""
+        if outcome == OK and not math.isfinite(norm):
+            outcome = OVERFLOW
+        if outcome == OVERFLOW:
+            reason = "non-finite loss or gradient"
+        elif outcome == FAILED:
+            reason = str(self.fabric.failure or "another cluster's exchange failed")
+        elif not tokens:
+            outcome, reason = OVERFLOW, "no token bears a loss"
+        if not self.fabric.commit(outcome != FAILED) and outcome != FAILED:
+            outcome, reason = FAILED, "a gateway of this cluster voted against the step"
+        if outcome == OK:
+            self._apply(flats, scale * self._clip_factor(norm), learning_rate, load_LE)
+        else:
+            self.shards.discard_step()
+        if outcome == FAILED:
+            self.statistics.drain()
+        elapsed = time.monotonic() - started
+        clock = self.fabric.clock.reset()
+        return StepReport(
+            outcome=outcome,
+            loss=sum(row[1] for row in verdict.values_CV) / tokens if tokens else math.nan,
+            tokens=int(tokens),
+            grad_norm=norm,
+            cluster_tokens=[int(row[0]) for row in verdict.values_CV],
+            cluster_losses=[row[1] / row[0] if row[0] else math.nan for row in verdict.values_CV],
+            reason=reason,
+            step_s=elapsed,
+            wan_wait_s=clock.exposed_s,
+            wan_hidden_s=clock.hidden_s,
+            local_wait_s=clock.local_s,
+        )
+
+    def _run_micro_batches(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Forward and backward; returns (tokens, summed cross-entropy) of this rank."""
+        if len(batches) != self._accumulation:
+            raise ValueError(f"expected {self._accumulation} micro-batches, got {len(batches)}")
+        tokens, cross_entropy = 0, torch.zeros((), dtype=torch.float64, device=self._device)
+        # DeepSpeed divides by the accumulation steps. Its average over ranks is undone after the reduction: a factor
+        # that differs between clusters would scale the gradients that tokens bring to another cluster's experts.
+        factor = self._accumulation / self._expected_tokens
+        for index, batch in enumerate(batches):
+            losses = micro_batch_losses(self.engine, batch.to(self._device))
+            self.engine.backward(losses.total * factor)
+            tokens += losses.tokens
+            cross_entropy += losses.cross_entropy.double()
+            if index + 1 < len(batches):
+                self.engine.step()
+        return tokens, float(cross_entropy)
+
+    def _sync_and_measure(self, flats: list[torch.Tensor]) -> tuple[float, float]:
+        """Sum the trunk over the fleet; squared norms: of the whole trunk, and of this rank's expert elements."""
+        intervals = torch.zeros(self._rails, dtype=torch.float64)
+        square = self._trunk.reduce(flats)
+        if self.fabric.is_gateway:
+            intervals[self.fabric.lane.layout.rail] = square
+        trunk = sum(self.fabric.cluster_sum(intervals).tolist())
+        experts = math.fsum(
+            float(flats[shard.flat][shard.position : shard.position + shard.size].double().square().sum())
+            for shard in self._experts
+        )
+        return trunk, experts
+
+    def _fleet_router_load(self) -> torch.Tensor | None:
+        """Tokens per expert of the whole fleet [L, E], for the auxiliary-loss-free bias."""
+        if not self._routers_learn:
+            return None
+        load_LE = router_load(self._model)
+        reset_router_load(self._model)
+        return self.fabric.fleet_sum(load_LE.double().cpu()).to(load_LE.device)
+
+    def _clip_factor(self, norm: float) -> float:
+        return min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0 else 1.0
+
+    def _apply(
+        self, flats: list[torch.Tensor], factor: float, learning_rate: float, load_LE: torch.Tensor | None
+    ) -> None:
+        for flat in flats:
+            flat.mul_(factor)
+        self.shards.set_gradients(flats)
+        self.shards.set_learning_rate(learning_rate)
+        self.engine.step()
+        if load_LE is not None:
+            update_router_bias(self._model, load_LE)

@@ -1,0 +1,147 @@
+"""Which cluster this process belongs to, and the intra-cluster world it must join.
+
+Two ways to be started by the deepspeed launcher: one launcher per cluster (`--cluster NAME`), then its environment is
+the cluster's world already; or one launcher for the whole fleet, then this process's place in the launcher's world says
+which cluster it is in, and the environment is rewritten to that cluster's own world before DeepSpeed looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_fragment.fabric import Coordinator
+from moe_fragment.topology import Topology
+
+
+class WorldError(ValueError):
+    """The launcher's environment does not fit the topology."""
+
+
+@dataclass
+class World:
+    """This process's place: cluster name, rank in the cluster, the coordinator's address, and what must stay alive."""
+
+    cluster: str
+    local_rank: int
+    size: int
+    coordinator: str
+    keep: list[Any] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Stop the coordinator if this process hosts it."""
+        for held in self.keep:
+            if isinstance(held, Coordinator):
+                held.close()
+
+
+def find_world(
+    topology: Topology,
+    *,
+    cluster: str | None,
+    coordinator: str | None,
+    heartbeat_timeout_s: float,
+    quorum_timeout_s: float,
+    environment: MutableMapping[str, str] = os.environ,
+) -> World:
+    """Read the launcher's environment; under one launcher for the fleet, rewrite it to this cluster's world.
+
+    Args:
+        topology: the fleet.
+        cluster: from the command line; None when one launcher runs the fleet.
+        coordinator: address from the command line, else the topology's.
+        heartbeat_timeout_s, quorum_timeout_s: for a coordinator started here.
+        environment: read and changed.
+
+    Raises:
+        WorldError: not started by a launcher, a wrong number of ranks, or no coordinator known.
+    """
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment
+    ]
+    if missing:
+        raise WorldError(
+            f"{', '.join(missing)} not set; start this script with the deepspeed launcher or use `moe-fragment launch`"
+        )
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    address = coordinator or topology.coordinator
+    if cluster is not None:
+        index = topology.index(cluster)
+        if size != topology.sizes[index]:
+            raise WorldError(
+                f"cluster {cluster} was started with {size} ranks, the topology gives it {topology.sizes[index]}"
+            )
+        if address is None:
+            raise WorldError(
+                f"cluster {cluster} does not know where the coordinator is; give --coordinator host:port or set "
+                f"topology.coordinator (start one with `moe-fragment coordinator`)"
+            )
+        return World(cluster, rank, size, address)
+    if size != topology.world_size:
+        raise WorldError(
+            f"one launcher was started with {size} ranks, the topology has {topology.world_size} "
+            f"({' + '.join(map(str, topology.sizes))}); for one cluster of it give --cluster NAME"
+        )
+    return _split_world(topology, rank, address, heartbeat_timeout_s, quorum_timeout_s, environment)
+
+
+def _split_world(
+    topology: Topology,
+    rank: int,
+    address: str | None,
+    heartbeat_timeout_s: float,
+    quorum_timeout_s: float,
+    environment: MutableMapping[str, str],
+) -> World:
+    first = 0
+    index = 0
+    while rank >= first + topology.sizes[index]:
+        first += topology.sizes[index]
+        index += 1
+    name, local_rank = topology.names[index], rank - first
+    keep: list[Any] = []
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if rank == 0:
+        hosted = Coordinator(
+            len(topology.names),
+            host=host,
+            port=port,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            join_timeout_s=quorum_timeout_s,
+        )
+        keep.append(hosted)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
+    keep.append(store)
+    if local_rank == 0:
+        store.set(f"rendezvous/{name}", f"{_own_address(host)}:{free_port()}")
+    master, _, master_port = store.get(f"rendezvous/{name}").decode().rpartition(":")
+    environment.update(
+        RANK=str(local_rank),
+        WORLD_SIZE=str(topology.sizes[index]),
+        LOCAL_SIZE=str(min(topology.sizes[index], int(environment.get("LOCAL_SIZE", topology.sizes[index])))),
+        MASTER_ADDR=master,
+        MASTER_PORT=master_port,
+    )
+    return World(name, local_rank, topology.sizes[index], address or f"{host}:{port}", keep)
+
+
+def _own_address(master: str) -> str:
+    """How other hosts reach this one: loopback when the launcher's master is, else this host's name."""
+    with contextlib.suppress(OSError):
+        if socket.gethostbyname(master).startswith("127."):
+            return master
+    return socket.gethostname()
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
