@@ -1,0 +1,67 @@
+# Set-up, checks, tests and the demo. Each target works on a fresh clone and again on a used one.
+# Needs Python 3.11 or later with venv, and g++; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+
+READY := $(VENV)/.ready
+# DeepSpeed and torch look for ninja and for the launcher on PATH.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.PHONY: help setup demo test check pytest format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   create $(VENV) with everything in it"
+	@echo "make demo    set up, then train the demo fleet on this machine"
+	@echo "make test    set up, then check and pytest"
+	@echo "make check   ruff, mypy, import-linter, codespell"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make clean   remove $(VENV) and the caches"
+
+setup: $(READY)
+
+# torch first, by itself, so that deepspeed's set-up finds it and the version is the one the tests ran on.
+$(READY): pyproject.toml Makefile
+	@command -v g++ >/dev/null || { echo "make: g++ is required (DeepSpeed compiles its CPU collectives)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: Python 3.11 or later is required, $(PYTHON) is older; say make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet '$(TORCH)'
+	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	$(warm_up)
+	touch $@
+
+# DeepSpeed compiles its shared-memory collectives on first use. Ranks that start together race for it, and one
+# killed while compiling leaves a lock that the others wait for without end. So compile once, here, and drop a
+# lock older than any compilation takes.
+define warm_up
+@find "$${TORCH_EXTENSIONS_DIR:-$$HOME/.cache/torch_extensions}" \
+	-path '*deepspeed_shm_comm/lock' -mmin +10 -delete 2>/dev/null || true
+timeout 900 $(VENV)/bin/python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
+endef
+
+demo: $(READY)
+	moe-fragment launch recipes/demo.yaml
+
+test: check pytest
+
+check: $(READY)
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+	codespell
+
+# One thread a rank: with more, the ranks of a test fleet fight for the cores.
+pytest: $(READY)
+	OMP_NUM_THREADS=1 python -m pytest
+
+format: $(READY)
+	ruff check --fix .
+	ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
