@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # DeepSpeed and torch look for ninja and for the launcher on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: help setup demo test check pytest format clean
+.PHONY: help setup collectives demo test check pytest format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,7 @@ help:
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make clean   remove $(VENV) and the caches"
 
-setup: $(READY)
+setup: collectives
 
 # torch first, by itself, so that deepspeed's set-up finds it and the version is the one the tests ran on.
 $(READY): pyproject.toml Makefile
@@ -31,19 +31,19 @@ $(READY): pyproject.toml Makefile
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet '$(TORCH)'
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet -e '.[dev]'
-	$(warm_up)
 	touch $@
 
-# DeepSpeed compiles its shared-memory collectives on first use. Ranks that start together race for it, and one
-# killed while compiling leaves a lock that the others wait for without end. So compile once, here, and drop a
-# lock older than any compilation takes.
-define warm_up
-@find "$${TORCH_EXTENSIONS_DIR:-$$HOME/.cache/torch_extensions}" \
-	-path '*deepspeed_shm_comm/lock' -mmin +10 -delete 2>/dev/null || true
-timeout 900 $(VENV)/bin/python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()'
-endef
+# DeepSpeed compiles its shared-memory collectives on first use, into a cache that all environments of a user share
+# and that each of them recompiles. Ranks that start together race for it, and one killed while compiling leaves a
+# lock that the others wait for without end. So compile before any rank starts (2 s if there is nothing to do), and
+# drop a lock older than any compilation takes.
+collectives: $(READY)
+	@find "$${TORCH_EXTENSIONS_DIR:-$$HOME/.cache/torch_extensions}" \
+		-path '*deepspeed_shm_comm/lock' -mmin +3 -delete 2>/dev/null || true
+	timeout 300 python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' || \
+		{ echo "make: DeepSpeed's CPU collectives did not compile (if it waited for a lock: try again)" >&2; exit 1; }
 
-demo: $(READY)
+demo: collectives
 	moe-fragment launch recipes/demo.yaml
 
 test: check pytest
@@ -56,7 +56,7 @@ check: $(READY)
 	codespell
 
 # One thread a rank: with more, the ranks of a test fleet fight for the cores.
-pytest: $(READY)
+pytest: collectives
 	OMP_NUM_THREADS=1 python -m pytest
 
 format: $(READY)
