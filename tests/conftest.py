@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import shutil
 
+import hypothesis
 import pytest
+
+# No time limit per example: the first one pays for lazy imports, and the machine may be busy with a fleet.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
