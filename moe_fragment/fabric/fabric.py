@@ -10,6 +10,7 @@ A failed exchange raises nowhere: `healthy` turns false, later exchanges of the 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -129,6 +130,11 @@ class Fabric:
         return self._rail is not None
 
     # -- steps -------------------------------------------------------------------------------------------------
+
+    def resume_at(self, step: int) -> None:
+        """Tell torchft that the fleet has committed `step` steps."""
+        if self._member is not None:
+            self._member.resume_at(step)
 
     def begin_step(self, step: int) -> None:
         """Meet the other clusters for fleet step `step`; collective over the fleet.
@@ -304,6 +310,21 @@ class Fabric:
             dist.all_reduce(values, group=self.control)
             self.clock.local_s += time.monotonic() - started
         return values
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        """One JSON-able value per cluster, in order, through the coordinator's store; collective over the fleet.
+
+        Args:
+            key: a name that is used once.
+            value: of this cluster, as its first rank has it.
+        """
+        heard: list[Any] = []
+        if self.lane.layout.rail == 0 and self.lane.is_gateway:
+            assert self._member is not None
+            store = self._member.store
+            store.set(f"{key}/{self.cluster}", json.dumps(value))
+            heard = [json.loads(store.get(f"{key}/{index}")) for index in range(self.clusters)]
+        return self._broadcast(heard) if self.control is not None else heard
 
     def share_address(self, address: tuple[str, int] | None) -> tuple[str, int] | None:
         """The first gateway's (host, port), on every rank of this cluster."""

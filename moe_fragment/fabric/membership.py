@@ -21,11 +21,11 @@ from typing import Any
 import torch.distributed as dist
 
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers write every quorum to standard error otherwise
-from torchft.coordination import LighthouseServer  # noqa: E402
-from torchft.manager import Manager  # noqa: E402
-from torchft.process_group import ProcessGroupGloo  # noqa: E402
+from torchft.coordination import LighthouseServer
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
 
-from moe_fragment.fabric.rails import Peers, first_line  # noqa: E402
+from moe_fragment.fabric.rails import Peers, first_line
 
 logging.getLogger("torchft.manager").setLevel(logging.ERROR)  # it warns about NCCL on every gloo quorum
 
@@ -193,6 +193,7 @@ class Member:
         quorum_timeout_s: float,
     ) -> None:
         self.group = FabricGroup(timedelta(seconds=exchange_timeout_s))
+        self.store = store
         self._clusters = clusters
         self._manager = Manager(
             pg=self.group,

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from moe_fragment.fabric import Coordinator
 from moe_fragment.topology import Topology
+
+_LEAVE_S = 30.0
 
 
 class WorldError(ValueError):
@@ -27,19 +29,30 @@ class WorldError(ValueError):
 
 @dataclass
 class World:
-    """This process's place: cluster name, rank in the cluster, the coordinator's address, and what must stay alive."""
+    """This process's place: cluster name, rank in the cluster, its size, and the coordinator's address.
+
+    Under one launcher also the launcher-wide store, the number of ranks in it, and the coordinator if hosted here.
+    """
 
     cluster: str
     local_rank: int
     size: int
     coordinator: str
-    keep: list[Any] = field(default_factory=list)
+    store: dist.TCPStore | None = None
+    ranks: int = 0
+    hosted: Coordinator | None = None
 
-    def close(self) -> None:
-        """Stop the coordinator if this process hosts it."""
-        for held in self.keep:
-            if isinstance(held, Coordinator):
-                held.close()
+    def leave(self) -> None:
+        """End of a run: whoever hosts the coordinator waits until all the others are done with it."""
+        if self.store is None:
+            return
+        self.store.add("left", 1)
+        if self.hosted is not None:
+            with contextlib.suppress(dist.DistError):
+                deadline = time.monotonic() + _LEAVE_S
+                while self.store.add("left", 0) < self.ranks and time.monotonic() < deadline:
+                    time.sleep(0.05)
+            self.hosted.close()
 
 
 def find_world(
@@ -106,7 +119,7 @@ def _split_world(
         first += topology.sizes[index]
         index += 1
     name, local_rank = topology.names[index], rank - first
-    keep: list[Any] = []
+    hosted = None
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     if rank == 0:
         hosted = Coordinator(
@@ -116,9 +129,7 @@ def _split_world(
             heartbeat_timeout_s=heartbeat_timeout_s,
             join_timeout_s=quorum_timeout_s,
         )
-        keep.append(hosted)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
-    keep.append(store)
     if local_rank == 0:
         store.set(f"rendezvous/{name}", f"{_own_address(host)}:{free_port()}")
     master, _, master_port = store.get(f"rendezvous/{name}").decode().rpartition(":")
@@ -129,7 +140,15 @@ def _split_world(
         MASTER_ADDR=master,
         MASTER_PORT=master_port,
     )
-    return World(name, local_rank, topology.sizes[index], address or f"{host}:{port}", keep)
+    return World(
+        name,
+        local_rank,
+        topology.sizes[index],
+        address or f"{host}:{port}",
+        store,
+        topology.world_size,
+        hosted,
+    )
 
 
 def _own_address(master: str) -> str:

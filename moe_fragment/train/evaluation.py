@@ -1,0 +1,60 @@
+"""Fleet-wide evaluation: every rank takes part with the same number of forwards, whatever its share of the text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from moe_fragment.fabric import FAILED, OK, Fabric, FleetError
+from moe_fragment.train.loss import Batch, micro_batch_losses
+
+_BATCH = 8
+"""Sequences per forward."""
+
+
+@torch.no_grad()
+def evaluate(
+    engine: Any,
+    fabric: Fabric,
+    sequences: torch.Tensor,
+    *,
+    step: int,
+    rank: int,
+    ranks: int,
+    filler: int,
+    retries: int,
+) -> tuple[float, int]:
+    """Mean cross-entropy (nats per token) of `sequences` and how many tokens that is; collective over the fleet.
+
+    Args:
+        engine: DeepSpeed engine around the fragmented model.
+        fabric: of this rank.
+        sequences: int64 [n, S + 1], the same on every rank of the fleet.
+        step: number for the exchanges.
+        rank, ranks: this rank among all ranks of the fleet.
+        filler: token of the batch that a rank with nothing left runs.
+        retries: how often a failed exchange is tried again.
+
+    Raises:
+        FleetError: it keeps failing.
+    """
+    low, high = len(sequences) * rank // ranks, len(sequences) * (rank + 1) // ranks
+    forwards = math.ceil(math.ceil(len(sequences) / ranks) / _BATCH)
+    engine.eval()
+    for _ in range(retries + 1):
+        fabric.begin_step(step)
+        sums = torch.zeros(2, dtype=torch.float64)
+        for index in range(forwards):
+            first = min(high, low + index * _BATCH)
+            batch = Batch.of(sequences[first : min(high, first + _BATCH)], filler).to(engine.device)
+            losses = micro_batch_losses(engine, batch, auxiliary=False)
+            sums += torch.tensor([float(losses.cross_entropy), losses.tokens], dtype=torch.float64)
+        verdict = fabric.verdict(OK, fabric.cluster_sum(sums).tolist())
+        if verdict.outcome != FAILED:
+            total, tokens = (sum(row[part] for row in verdict.values_CV) for part in (0, 1))
+            return total / tokens, int(tokens)
+    raise FleetError(
+        f"the evaluation after step {step} failed {retries + 1} times in a row: {fabric.failure}"
+    )

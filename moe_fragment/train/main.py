@@ -1,0 +1,95 @@
+"""What the deepspeed launcher starts on every rank; `recipes/pretrain.py` is a door to it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+import warnings
+
+from moe_fragment.fabric import FleetError
+from moe_fragment.schema import ConfigError
+from moe_fragment.train.peers import PeerWatch
+from moe_fragment.train.recipe import Recipe
+from moe_fragment.train.world import WorldError, find_world
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line of a rank."""
+    parser = argparse.ArgumentParser(
+        prog="pretrain.py",
+        description="Train a mixture-of-experts model across clusters. Started by the deepspeed launcher: without "
+        "--cluster one launcher runs the whole fleet, with it one cluster of a fleet that others join.",
+    )
+    parser.add_argument("--recipe", required=True, metavar="FILE", help="recipe (YAML)")
+    parser.add_argument("--cluster", metavar="NAME", help="which cluster of the topology this launcher runs")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="where the coordinator is; default: the topology's"
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes to the recipe")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one rank and end the process: 0 when the run is complete, 2 for bad input, 1 otherwise."""
+    options = arguments().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    watch = None
+    try:
+        recipe = Recipe.load(options.recipe, options.overrides)
+        topology = recipe.fleet()
+        world = find_world(
+            topology,
+            cluster=options.cluster,
+            coordinator=options.coordinator,
+            heartbeat_timeout_s=recipe.fabric.heartbeat_timeout_s,
+            quorum_timeout_s=recipe.fabric.quorum_timeout_s,
+        )
+        watch = PeerWatch(world.cluster, world.local_rank)
+        _train(recipe, world, watch)
+    except (ConfigError, WorldError, FleetError) as error:
+        _end(f"moe-fragment: {error}", 2 if isinstance(error, (ConfigError, WorldError)) else 1, watch)
+    except Exception:
+        place = f"cluster {watch.this.cluster}, rank {watch.this.rank}" if watch else "before joining"
+        _end(f"moe-fragment: {place}:\n{traceback.format_exc()}", 1, watch)
+    # Native threads of gloo and torchft may still run; leaving through the interpreter's teardown can crash in them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end(message: str, code: int, watch: PeerWatch | None) -> None:
+    if code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(message.rstrip() + "\n")
+    if watch is not None:
+        watch.report()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _train(recipe: Recipe, world, watch: PeerWatch) -> None:  # type: ignore[no-untyped-def]
+    import deepspeed
+    import torch
+
+    from moe_fragment.train.run import ClusterRun
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    run = ClusterRun(recipe, world, watch)
+    try:
+        run.train()
+    finally:
+        watch.peers = []  # from here on others may leave in peace
+        run.close()
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()

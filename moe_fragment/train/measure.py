@@ -1,0 +1,85 @@
+"""What a cluster did in one step: its ranks' counters and clocks brought together for the run log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy.typing as npt
+import torch
+
+from moe_fragment.experts import ExpertStatistics
+from moe_fragment.fabric import Fabric
+from moe_fragment.observe import CHANNELS
+from moe_fragment.train.step import StepReport
+
+WanBytes = dict[str, dict[str, dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Sums over the cluster's ranks; times are means."""
+
+    scalars: dict[str, float]
+    wan_bytes: WanBytes
+    traffic_LC: npt.NDArray
+    load_LE: npt.NDArray
+
+    @property
+    def remote_fraction(self) -> float:
+        """Part of the (token, expert) pairs that were computed elsewhere."""
+        remote, local = self.scalars["remote_pairs"], self.scalars["local_pairs"]
+        return remote / (remote + local) if remote + local else 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this cluster sent."""
+        return sum(both["sent"] for channels in self.wan_bytes.values() for both in channels.values())
+
+
+def measure(
+    fabric: Fabric, statistics: ExpertStatistics, report: StepReport, names: Sequence[str]
+) -> Measurements:
+    """Bring a step's measurements together; collective over the cluster."""
+    waits = [report.step_s, report.wan_wait_s, report.wan_hidden_s, report.local_wait_s]
+    pairs = [statistics.local_pairs, statistics.remote_pairs, statistics.remote_rows]
+    wan = torch.zeros(len(names), len(CHANNELS), 2, dtype=torch.float64)
+    framing = 0
+    for (peer, channel), traffic in fabric.meter.drain().items():
+        framing += traffic.sent_framing
+        if channel in CHANNELS:
+            wan[peer, CHANNELS.index(channel)] = torch.tensor([traffic.sent, traffic.received])
+        else:
+            framing += traffic.sent
+    own = torch.tensor([1.0, *waits, *pairs, framing], dtype=torch.float64)
+    parts = [own, wan, statistics.traffic_LC, statistics.load_LE]
+    total = fabric.cluster_sum(torch.cat([part.double().reshape(-1) for part in parts]))
+    sums, wan_sum, traffic, load = total.split([part.numel() for part in parts])
+    ranks, step_s, wan_wait_s, hidden_s, local_s, local_pairs, remote_pairs, rows, framing_sum = sums.tolist()
+    scalars = {
+        "step_s": step_s / ranks,
+        "compute_s": max(0.0, (step_s - wan_wait_s - local_s) / ranks),
+        "local_wait_s": local_s / ranks,
+        "wan_wait_s": wan_wait_s / ranks,
+        "wan_hidden_s": hidden_s / ranks,
+        "remote_rows": rows,
+        "local_pairs": local_pairs,
+        "remote_pairs": remote_pairs,
+        "rows_without_dedup": remote_pairs,
+        "framing_bytes": framing_sum,
+    }
+    counted = wan_sum.view(wan.shape).long().tolist()
+    wan_bytes: WanBytes = {
+        peer: {
+            channel: {"sent": counted[index][number][0], "received": counted[index][number][1]}
+            for number, channel in enumerate(CHANNELS)
+        }
+        for index, peer in enumerate(names)
+        if index != fabric.cluster
+    }
+    return Measurements(
+        scalars,
+        wan_bytes,
+        traffic.view(statistics.traffic_LC.shape).long().numpy(),
+        load.view(statistics.load_LE.shape).long().numpy(),
+    )

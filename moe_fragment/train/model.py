@@ -1,0 +1,85 @@
+"""The model of a run: built from a transformers configuration, the same on every cluster, or loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+import moe_fragment.models.register  # noqa: F401 (makes the model type known)
+from moe_fragment.schema import ConfigError
+from moe_fragment.train.recipe import ModelConfig
+from moe_fragment.train.zero import expert_name
+
+
+def model_configuration(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The transformers configuration of a new model.
+
+    Raises:
+        ConfigError: unknown model type or field, or a value the architecture refuses.
+    """
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    try:
+        known = AutoConfig.for_model(config.architecture).to_dict()
+    except ValueError:
+        raise ConfigError(
+            f"model.architecture: {config.architecture!r} is not a model type of transformers"
+        ) from None
+    aliases = AutoConfig.for_model(config.architecture).attribute_map
+    for field in config.config:
+        if field not in known and field not in aliases:
+            raise ConfigError(f"model.config.{field}: unknown field of {config.architecture}")
+    try:
+        return AutoConfig.for_model(config.architecture, **{**tokens, **config.config})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model.config: {str(error).strip().splitlines()[-1]}") from None
+
+
+def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The whole model with all its experts, in fp32, on the CPU.
+
+    Args:
+        config: the `model` section.
+        tokenizer: gives vocabulary size and special tokens to a new model.
+
+    Raises:
+        ConfigError: see `model_configuration`; or the weights cannot be loaded.
+    """
+    if config.pretrained:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.pretrained, dtype=torch.float32, attn_implementation=config.attention
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.pretrained: {config.pretrained!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
+            ) from None
+    else:
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(
+            model_configuration(config, tokenizer),
+            dtype=torch.float32,
+            attn_implementation=config.attention,
+        )
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def parameter_shapes(model: Any) -> dict[str, list[int]]:
+    """Shape of every canonical parameter of a fragmented model that is not partitioned yet."""
+    shapes: dict[str, list[int]] = {}
+    for name, parameter in nn.Module.named_parameters(model):
+        experts = model.fragmented.expert_ids(name)
+        if experts is None:
+            shapes[name] = list(parameter.shape)
+        else:
+            shapes.update({expert_name(name, expert): list(parameter.shape[1:]) for expert in experts})
+    return shapes

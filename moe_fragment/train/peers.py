@@ -1,0 +1,70 @@
+"""Who died: names the ranks of this host that are gone when a rank has to end because of them.
+
+The deepspeed launcher ends all ranks when one dies and names a process id at best. Every rank knows the process ids of
+all, so the first one that is told to end can say which rank it was that died. Signals are taken by a thread of their
+own (`sigwait`), which works while the main thread is inside a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank of the fleet."""
+
+    cluster: str
+    rank: int
+    host: str
+    pid: int
+
+    @staticmethod
+    def this(cluster: str, rank: int) -> Peer:
+        """The calling process."""
+        return Peer(cluster, rank, socket.gethostname(), os.getpid())
+
+    def is_dead(self) -> bool:
+        """Whether it ran on this host and is gone; False for other hosts, whose processes cannot be seen."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of cluster {self.cluster} (pid {self.pid} on {self.host})"
+
+
+class PeerWatch:
+    """Ends this process on SIGTERM, with a word on who died; create it before other threads start."""
+
+    def __init__(self, cluster: str, rank: int) -> None:
+        self.this = Peer.this(cluster, rank)
+        self.peers: list[Peer] = []
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=self._wait_for_signal, name="sigterm", daemon=True).start()
+
+    def dead(self) -> list[Peer]:
+        """Ranks of this host that are gone."""
+        return [peer for peer in self.peers if peer.is_dead()]
+
+    def report(self) -> None:
+        """Say on standard error who is dead, if anybody is."""
+        if dead := self.dead():
+            names = " and ".join(map(str, dead))
+            sys.stderr.write(f"moe-fragment: {names} died; {self.this} ends because of it\n")
+            sys.stderr.flush()
+
+    def _wait_for_signal(self) -> None:
+        signal.sigwait({signal.SIGTERM})
+        self.report()
+        os._exit(128 + signal.SIGTERM)

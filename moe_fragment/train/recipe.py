@@ -1,0 +1,329 @@
+"""A recipe: everything that decides a training run, in one YAML file.
+
+Sections are owned by the modules they configure; this one composes them, resolves the files they name (relative to the
+recipe), applies overrides by dotted name, and refuses what cannot compose before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from moe_fragment.fabric.config import FabricConfig
+from moe_fragment.placement import Placement, PlacementError, place_experts
+from moe_fragment.placement.policies import Policy
+from moe_fragment.schema import ConfigError, Count, FieldError, Section, explain, load_yaml
+from moe_fragment.topology import Topology
+from moe_fragment.train.data import DataConfig
+from moe_fragment.train.engine import check_deepspeed_config, load_deepspeed_config
+
+
+class ModelConfig(Section):
+    """The `model` section: what is trained."""
+
+    architecture: str = "moe_fragment"
+    """A transformers model type: `moe_fragment`, `qwen3_moe` or `mixtral` (tested), or another MoE family that
+    dispatches through the experts interface. Default: the package's own model."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of that model type's configuration; vocabulary and special tokens come from the tokenizer."""
+    pretrained: str | None = None
+    """Directory or hub name of weights to start from; then `architecture` and `config` come from there. Default: none,
+    weights are drawn from `seed`."""
+    seed: int = 0
+    """Of the initial weights, the same on every cluster. Default 0."""
+    activation_checkpointing: bool = False
+    """Recompute layers in backward; their dispatch crosses the WAN once more. Default off."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers. Default sdpa, which every device has."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.pretrained and self.config:
+            raise FieldError("config", "has no effect with `pretrained`, which brings its own configuration")
+        return self
+
+
+class PlacementConfig(Section):
+    """The `placement` section: which cluster holds which expert."""
+
+    policy: Policy = "even"
+    """`even`, `capacity` (by ranks, or by `capacities`) or `manual` (by `table`). Default even."""
+    capacities: dict[str, float] | None = None
+    """Cluster to weight, for `capacity`. Default: ranks."""
+    table: dict[Any, Any] | None = None
+    """Cluster to expert ids, or layer to such a mapping, for `manual`."""
+
+
+class ExpertsConfig(Section):
+    """The `experts` section: how tokens and experts of different clusters meet."""
+
+    exchange: Literal["tokens"] = "tokens"
+    """Tokens travel to the experts, every step."""
+
+
+class SyncConfig(Section):
+    """The `sync` section: how the trunk's copies stay together."""
+
+    strategy: Literal["allreduce"] = "allreduce"
+    """Exact hierarchical all-reduce of gradients, every step."""
+
+
+class DeepSpeedConfig(Section):
+    """The `deepspeed` section: a DeepSpeed configuration (file or mapping), and other ones for single clusters."""
+
+    config: str | dict[str, Any] = "zero1-fp32.json"
+    clusters: dict[str, str | dict[str, Any]] = Field(default_factory=dict)
+
+
+class TrainConfig(Section):
+    """The `train` section."""
+
+    steps: Count
+    """Optimizer steps of the whole run."""
+    batch: Count
+    """Sequences per step over the whole fleet."""
+    shares: dict[str, float] | None = None
+    """Cluster to its part of the batch, relative to the others; 0 is allowed. Default: by ranks."""
+    accumulation: Count = 1
+    """Micro-batches per step, the same on every rank. Default 1."""
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Peak learning rate of AdamW. Default 3e-4."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Where the schedule ends. Default 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up. Default 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """From the peak to the end, over `steps`. Default cosine."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW. Default (.9, .95), usual for language models."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Of AdamW. Default 1e-8."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Of matrices, not of norms and biases. Default .1."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest gradient norm of the whole model (trunk once, each expert once); 0 for none. Default 1."""
+    eval_every: int = Field(default=0, ge=0)
+    """Evaluate each that many steps, and at the end; 0 for the end only. Default 0."""
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Checkpoint each that many steps, and at the end; 0 for the end only. Default 0."""
+    keep_checkpoints: Count = 2
+    """How many to keep. Default 2: one may be damaged by whatever ended the run."""
+    max_skipped_steps: Count = 10
+    """How many steps in a row may be given up for non-finite numbers before the run stops. Default 10."""
+    seed: int = 0
+    """Of dropout and everything else that draws random numbers while training. Default 0."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError(f"expected two numbers from 0 up to, not including, 1, got {list(value)}")
+        return value
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainConfig:
+        if self.warmup_steps > self.steps:
+            raise FieldError(
+                "warmup_steps", f"expected at most steps = {self.steps}, got {self.warmup_steps}"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise FieldError("min_learning_rate", f"expected at most learning_rate = {self.learning_rate}")
+        return self
+
+
+class Recipe(Section):
+    """A recipe, checked. Read it with `Recipe.load`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Of the run; its directory is `out`/`name`."""
+    out: str = "runs"
+    """Where run directories go, on each cluster's own file system. Default `runs`."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    topology: dict[str, Any]
+    placement: PlacementConfig = PlacementConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    sync: SyncConfig = SyncConfig()
+    fabric: FabricConfig = FabricConfig()
+    train: TrainConfig
+    deepspeed: DeepSpeedConfig
+
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """Read a recipe.
+
+        Args:
+            path: YAML file; the files it names are looked up beside it.
+            overrides: `section.field=value`, the value in YAML.
+
+        Raises:
+            ConfigError: one sentence that names the file, the field and what was expected.
+        """
+        path = Path(path)
+        data = load_yaml(path)
+        _inline_files(data, path)
+        for override in overrides:
+            _override(data, override)
+            _inline_files(data, path, base=Path())
+        return cls.from_dict(data, where=str(path))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """A recipe whose files are inlined already; see `load`."""
+        try:
+            recipe = cls(**data)
+        except ValidationError as error:
+            raise ConfigError(explain(error, where)) from None
+        recipe._written = dict(data)
+        recipe._check(where)
+        return recipe
+
+    def _check(self, where: str) -> None:
+        topology = Topology.from_dict(self.topology, where=where, within="topology")
+        try:
+            self.data.mixtures(topology.names)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        for section, named in (
+            ("train.shares", self.train.shares or {}),
+            ("deepspeed.clusters", self.deepspeed.clusters),
+        ):
+            for name in named:
+                if name not in topology.names:
+                    known = ", ".join(topology.names)
+                    raise ConfigError(f"{where}: {section}.{name}: unknown cluster, expected one of {known}")
+        for name in topology.names:
+            config = self.deepspeed_config(name)
+            check_deepspeed_config(config, f"{where}: deepspeed")
+        if self.fabric.emulate and not topology.is_local:
+            raise ConfigError(
+                f"{where}: fabric.emulate: links can be emulated on one machine only, but the topology has hosts"
+            )
+        try:
+            self.batches(topology)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def fleet(self) -> Topology:
+        """The topology."""
+        return Topology.from_dict(self.topology, where=self.name, within="topology")
+
+    def deepspeed_config(self, cluster: str) -> dict[str, Any]:
+        """The DeepSpeed configuration of one cluster."""
+        config = self.deepspeed.clusters.get(cluster, self.deepspeed.config)
+        assert isinstance(config, dict), "files are inlined when the recipe is read"
+        return config
+
+    def batches(self, topology: Topology) -> tuple[int, ...]:
+        """Sequences per step of each cluster; they add up to `train.batch`.
+
+        Raises:
+            ValueError: shares leave out a cluster, are negative, or all zero.
+        """
+        shares = self.train.shares
+        if shares is None:
+            weights: list[float] = [float(size) for size in topology.sizes]
+        else:
+            missing = [name for name in topology.names if name not in shares]
+            if missing:
+                raise ValueError(f"train.shares.{missing[0]}: required, but not given")
+            weights = [shares[name] for name in topology.names]
+            if min(weights) < 0 or not any(weights):
+                raise ValueError(f"train.shares: expected numbers of at least 0, not all 0, got {weights}")
+        return split_batch(self.train.batch, weights)
+
+    def place(self, topology: Topology, *, num_experts: int, layers: Sequence[int]) -> Placement:
+        """Which cluster holds which expert of the model.
+
+        Raises:
+            ConfigError: the placement does not fit the model or the fleet, or replicates experts.
+        """
+        try:
+            placement = place_experts(
+                topology,
+                num_experts=num_experts,
+                layers=layers,
+                policy=self.placement.policy,
+                capacities=self.placement.capacities,
+                table=self.placement.table,
+            )
+        except PlacementError as error:
+            raise ConfigError(f"placement.{error}") from None
+        if not placement.is_pinned:
+            raise ConfigError(
+                "placement.table: an expert is on two clusters; replicated experts need a sync of theirs"
+            )
+        for layer in layers:
+            for index, name in enumerate(topology.names):
+                if not placement.experts_of(layer, index):
+                    raise ConfigError(f"placement.table: cluster {name} holds no expert of layer {layer}")
+        return placement
+
+    def facts(self) -> dict[str, Any]:
+        """What clusters compare when they join, by dotted section: everything but paths and addresses."""
+        topology = self.fleet()
+        facts = {f"recipe {name}": value for name, value in self.model_dump(mode="json").items()}
+        del facts["recipe out"]
+        facts["recipe topology"] = [list(topology.names), list(topology.sizes), topology.num_rails]
+        return facts
+
+    def dump(self) -> str:
+        """YAML of the recipe as it was written, its files and overrides inlined."""
+        return yaml.safe_dump(self._written, sort_keys=False)
+
+    def dump_topology(self) -> str:
+        """YAML of the topology."""
+        return yaml.safe_dump(self.fleet().to_dict(), sort_keys=False)
+
+
+def split_batch(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`total` sequences in proportion to `weights`, largest remainder first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(part) for part in exact]
+    order = sorted(range(len(weights)), key=lambda index: counts[index] - exact[index])
+    for index in order[: total - sum(counts)]:
+        counts[index] += 1
+    return tuple(counts)
+
+
+def _inline_files(data: dict[str, Any], recipe: Path, base: Path | None = None) -> None:
+    """Replace the files a recipe names by what they say."""
+    folder = recipe.parent if base is None else base
+    topology = data.get("topology")
+    if isinstance(topology, str):
+        path = folder / topology
+        data["topology"] = Topology.load(path).to_dict()
+    deepspeed = data.get("deepspeed")
+    if isinstance(deepspeed, str):
+        deepspeed = data["deepspeed"] = {"config": deepspeed}
+    if isinstance(deepspeed, dict):
+        if isinstance(deepspeed.get("config"), str):
+            deepspeed["config"] = load_deepspeed_config(folder / deepspeed["config"])
+        clusters = deepspeed.get("clusters")
+        if isinstance(clusters, dict):
+            for name, value in clusters.items():
+                if isinstance(value, str):
+                    clusters[name] = load_deepspeed_config(folder / value)
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted:
+        raise ConfigError(f"override {override!r}: expected section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {dotted}: not valid YAML: {text!r}") from error
+    *path, last = dotted.split(".")
+    node: Any = data
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {dotted}: {part} is not a section")
+    node[last] = value

@@ -1,0 +1,372 @@
+"""Training of one rank, from the launcher's environment to the last checkpoint."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, connect
+from moe_fragment.models.fragment import expert_layers, fragment
+from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, RunWriter
+from moe_fragment.topology import Topology
+from moe_fragment.train.checkpoint import Checkpoint, Manifest, checkpoint_path, save, saved_steps
+from moe_fragment.train.data import ClusterData
+from moe_fragment.train.engine import build_engine
+from moe_fragment.train.evaluation import evaluate
+from moe_fragment.train.loss import Batch
+from moe_fragment.train.measure import Measurements, measure
+from moe_fragment.train.model import build_model, parameter_shapes
+from moe_fragment.train.peers import Peer, PeerWatch
+from moe_fragment.train.progress import Progress
+from moe_fragment.train.recipe import Recipe
+from moe_fragment.train.schedule import learning_rate
+from moe_fragment.train.state import own_ranges, restore, step_counts
+from moe_fragment.train.step import Stepper, StepReport
+from moe_fragment.train.world import World
+
+log = logging.getLogger(__name__)
+
+_VERSIONS = ("moe_fragment", "torch", "transformers", "deepspeed", "torchft")
+
+
+class ClusterRun:
+    """One rank's part of a run; every method is collective over the fleet unless it says otherwise.
+
+    Args:
+        recipe: the run.
+        world: this rank's place; the default group exists already.
+        watch: told who the other ranks are.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, watch: PeerWatch) -> None:
+        self.recipe = recipe
+        self.world = world
+        self.topology: Topology = recipe.fleet()
+        self.index = self.topology.index(world.cluster)
+        self.data = ClusterData(recipe.data, self.topology.names, self.index)
+        self.fabric: Fabric = connect(
+            self.topology,
+            recipe.fabric,
+            cluster=world.cluster,
+            coordinator=world.coordinator,
+            facts=self._facts(),
+        )
+        self._introduce(watch)
+        self.directory = Path(recipe.out) / recipe.name / world.cluster
+        self.step_number = 0
+        self.consumed = 0
+        self._build()
+        resumed = self._resume()
+        self.writer = self._open_log(resumed)
+        self._progress: Progress | None = None
+
+    # -- setting up --------------------------------------------------------------------------------------------
+
+    def _facts(self) -> dict[str, Any]:
+        versions = {f"version of {name}": importlib.metadata.version(name) for name in _VERSIONS}
+        return {
+            **self.recipe.facts(),
+            **versions,
+            f"data (it depends on Python's version, here {platform.python_version()})": self.data.fingerprint,
+        }
+
+    def _introduce(self, watch: PeerWatch) -> None:
+        mine: list[Any] = [asdict(watch.this)]
+        if self.fabric.control is not None:
+            mine = [None] * self.world.size
+            torch.distributed.all_gather_object(mine, asdict(watch.this), group=self.fabric.control)
+        everybody = self.fabric.gather("peers", mine)
+        watch.peers = [Peer(**peer) for cluster in everybody for peer in cluster]
+
+    def _build(self) -> None:
+        recipe, train = self.recipe, self.recipe.train
+        model = build_model(recipe.model, self.data.tokenizer)
+        layers = expert_layers(model)
+        self.placement = recipe.place(
+            self.topology,
+            num_experts=layers[0].module.num_experts,
+            layers=[layer.index for layer in layers],
+        )
+        self.model_config = model.config.to_dict()
+        fragment(model, self.placement, self.fabric)
+        self.shapes = parameter_shapes(model)
+        engine = build_engine(
+            model,
+            model.fragmented,
+            recipe.deepspeed_config(self.world.cluster),
+            accumulation=train.accumulation,
+            learning_rate=train.learning_rate,
+            betas=train.betas,
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+        )
+        self.batch_C = recipe.batches(self.topology)
+        self.stepper = Stepper(
+            engine,
+            self.fabric,
+            model.fragmented,
+            accumulation=train.accumulation,
+            expected_tokens=train.batch * recipe.data.sequence_length,
+            clip_norm=train.clip_norm,
+            rails=self.topology.num_rails,
+            local_rank=self.world.local_rank,
+            local_ranks=self.world.size,
+        )
+        self.fragmented = model.fragmented
+        _seed(train.seed, self.index, self.world.local_rank)
+
+    def _resume(self) -> int | None:
+        """Continue from the newest checkpoint that every cluster has; returns its step, None for a new run."""
+        mine = saved_steps(self.directory)
+        everybody = self.fabric.gather("saved", mine)
+        common = set(everybody[0]).intersection(*map(set, everybody[1:]))
+        if not common:
+            if any(everybody):
+                raise FleetError(
+                    f"run {self.recipe.name} has checkpoints, but none that all clusters have: "
+                    + ", ".join(
+                        f"{name} {steps}" for name, steps in zip(self.topology.names, everybody, strict=True)
+                    )
+                )
+            return 0 if (self.directory / "metrics.jsonl").exists() else None
+        step = max(common)
+        checkpoint = Checkpoint(checkpoint_path(self.directory, step))
+        self.load(checkpoint)
+        return step
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take weights, optimizer, data position and random state from a checkpoint of this cluster."""
+        manifest = checkpoint.manifest
+        if manifest.placement != self.placement:
+            raise FleetError(f"{checkpoint.path}: was written under another placement than the recipe's")
+        restore(self.stepper.shards, checkpoint.read, manifest.steps)
+        for name, buffer in _saved_buffers(self.stepper.engine.module).items():
+            stored = checkpoint.extra(f"buffer|{name}|0")
+            if stored is not None:
+                buffer.copy_(stored)
+        state = checkpoint.extra(f"random|rank-{self.world.local_rank:05d}|0")
+        if state is not None:
+            torch.set_rng_state(state)
+        self.step_number, self.consumed = manifest.step, manifest.consumed
+        self.fabric.resume_at(manifest.step)
+
+    def _open_log(self, resumed: int | None) -> RunWriter | None:
+        if self.world.local_rank:
+            return None
+        layers = len(self.fragmented.layers)
+        writer = RunWriter(
+            self.directory,
+            cluster=self.world.cluster,
+            clusters=self.topology.names,
+            layers=layers,
+            experts=self.placement.num_experts,
+            emulated=self.fabric.emulated,
+            resume_step=resumed,
+        )
+        (self.directory / "recipe.yaml").write_text(self.recipe.dump(), encoding="utf-8")
+        (self.directory / "topology.yaml").write_text(self.recipe.dump_topology(), encoding="utf-8")
+        return writer
+
+    # -- running -----------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Run the steps that are left; evaluate and checkpoint on the way and at the end.
+
+        Raises:
+            FleetError: a cluster is gone, or steps keep failing; this cluster's state is saved first.
+        """
+        train = self.recipe.train
+        if self.index == 0 and self.world.local_rank == 0:
+            self._progress = Progress(
+                train.steps, self.step_number, self.recipe.name, emulated=self.fabric.emulated
+            )
+        try:
+            while self.step_number < train.steps:
+                self._one_step()
+                last = self.step_number == train.steps
+                if last or (train.eval_every and self.step_number % train.eval_every == 0):
+                    self._evaluate()
+                if last or (train.checkpoint_every and self.step_number % train.checkpoint_every == 0):
+                    self.save()
+        except FleetError:
+            if self.step_number not in saved_steps(self.directory):
+                self.save()
+            raise
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+
+    def _one_step(self) -> None:
+        """Until a step is committed or given up."""
+        retries = 0
+        while True:
+            report = self.stepper.step(
+                self.step_number,
+                self._batches(),
+                learning_rate=learning_rate(self.recipe.train, self.step_number),
+            )
+            if report.outcome != FAILED:
+                break
+            retries += 1
+            self._event(
+                STEP_DISCARDED, f"step {self.step_number + 1} failed and is tried again: {report.reason}"
+            )
+            if retries > self.recipe.fabric.max_retries:
+                raise FleetError(
+                    f"step {self.step_number + 1} failed {retries} times in a row (fabric.max_retries): {report.reason}"
+                )
+        self.step_number += 1
+        self.consumed += self.batch_C[self.index]
+        self._record(report)
+        self._check_skipped(report)
+
+    def _check_skipped(self, report: StepReport) -> None:
+        if report.outcome == OK:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        self._event(STEP_SKIPPED, f"step {self.step_number} was given up: {report.reason}")
+        if self._skipped >= self.recipe.train.max_skipped_steps:
+            raise FleetError(
+                f"{self._skipped} steps in a row were given up (train.max_skipped_steps), last: {report.reason}"
+            )
+
+    _skipped = 0
+
+    def _batches(self) -> list[Batch]:
+        """This rank's micro-batches of the next step: its cells of the cluster's sequences."""
+        count = self.batch_C[self.index]
+        cells = self.recipe.train.accumulation * self.world.size
+        filler = self.data.tokenizer.eos_token_id
+        batches = []
+        for micro in range(self.recipe.train.accumulation):
+            cell = micro * self.world.size + self.world.local_rank
+            low, high = count * cell // cells, count * (cell + 1) // cells
+            batches.append(Batch.of(self.data.sequences(self.consumed + low, high - low), filler))
+        return batches
+
+    def _evaluate(self) -> None:
+        loss, tokens = evaluate(
+            self.stepper.engine,
+            self.fabric,
+            self.data.evaluation(),
+            step=self.step_number,
+            rank=sum(self.topology.sizes[: self.index]) + self.world.local_rank,
+            ranks=self.topology.world_size,
+            filler=self.data.tokenizer.eos_token_id,
+            retries=self.recipe.fabric.max_retries,
+        )
+        if self.writer is not None:
+            self.writer.evaluation(self.step_number, loss, tokens)
+        if self._progress is not None:
+            self._progress.note(f"step {self.step_number}: evaluation loss {loss:.4f} on {tokens:,} tokens")
+
+    def save(self) -> Path:
+        """Checkpoint this cluster; collective over the cluster only."""
+        shards = self.stepper.shards
+        tensors = {
+            f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)
+        }
+        tensors[f"random|rank-{self.world.local_rank:05d}|0"] = torch.get_rng_state()
+        if self.world.local_rank == 0:
+            for name, buffer in _saved_buffers(self.stepper.engine.module).items():
+                tensors[f"buffer|{name}|0"] = buffer
+        steps: dict[str, float] = {}
+        for part in self._gather(step_counts(shards)):
+            steps.update(part)
+        manifest = Manifest(
+            step=self.step_number,
+            cluster=self.world.cluster,
+            consumed=self.consumed,
+            placement=self.placement,
+            model=self.model_config,
+            sizes=shards.canonical_sizes,
+            steps=steps,
+            shapes=self.shapes,
+        )
+        if self.world.local_rank == 0:
+            self.data.tokenizer.save_pretrained(self.directory / "tokenizer")
+        path = save(
+            self.directory,
+            manifest,
+            tensors,
+            rank=self.world.local_rank,
+            barrier=lambda: self._gather(None) and None,
+            gather=self._gather,
+            keep=self.recipe.train.keep_checkpoints,
+        )
+        self._event("checkpoint", f"saved step {self.step_number}")
+        return path
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One value per rank of the cluster."""
+        if self.fabric.control is None:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        torch.distributed.all_gather_object(values, value, group=self.fabric.control)
+        return values
+
+    def _record(self, report: StepReport) -> None:
+        measured: Measurements = measure(
+            self.fabric, self.stepper.statistics.drain(), report, self.topology.names
+        )
+        if self.writer is not None:
+            self.writer.step(
+                self.step_number,
+                {
+                    "loss": report.cluster_losses[self.index],
+                    "tokens": report.cluster_tokens[self.index],
+                    "learning_rate": learning_rate(self.recipe.train, self.step_number - 1),
+                    "grad_norm": report.grad_norm,
+                    **measured.scalars,
+                },
+                measured.wan_bytes,
+                measured.traffic_LC,
+                measured.load_LE,
+            )
+        if self._progress is not None:
+            self._progress.show(
+                self.step_number,
+                loss=report.loss,
+                tokens_per_s=report.tokens / report.step_s,
+                remote_fraction=measured.remote_fraction,
+                wan_bytes=measured.sent_bytes,
+            )
+
+    def _event(self, kind: str, message: str) -> None:
+        if self.writer is not None:
+            self.writer.event(kind, message, step=self.step_number)
+        if self._progress is not None and kind != "checkpoint":
+            self._progress.note(message)
+
+    def close(self) -> None:
+        """Leave the fleet."""
+        if self.writer is not None:
+            self.writer.close()
+        self.fabric.close()
+
+
+def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers, such as router biases."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2]
+        not in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
+    }
+
+
+def _seed(seed: int, cluster: int, rank: int) -> None:
+    """Every rank draws its own random numbers."""
+    mixed = seed * 1_000_003 + cluster * 1_009 + rank
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
