@@ -92,7 +92,7 @@ class _DispatchStart(torch.autograd.Function):
         return rows_ND.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_ticket_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *_ticket_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange: Exchange = ctx.exchange
         grad_rows_ND, grad_weights_NK = exchange.gradients.unpack(exchange.wait(), ctx.device)
         return grad_rows_ND, grad_weights_NK, None, None, None
@@ -108,7 +108,7 @@ class _DispatchWait(torch.autograd.Function):
         return rows_MD, weights_MK
 
     @staticmethod
-    def backward(ctx: Any, grad_rows_MD: torch.Tensor, grad_weights_MK: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_rows_MD: torch.Tensor, grad_weights_MK: torch.Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         assert exchange.route is not None
         packed = exchange.gradients.pack(grad_rows_MD, grad_weights_MK)
@@ -125,7 +125,7 @@ class _CombineStart(torch.autograd.Function):
         return rows_MD.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_ticket_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *_ticket_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange: Exchange = ctx.exchange
         (grad_rows_MD,) = exchange.vectors.unpack(exchange.wait(), ctx.device)
         return grad_rows_MD, None
@@ -151,7 +151,7 @@ class _CombineWait(torch.autograd.Function):
         return total_TD
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_TD: torch.Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         assert exchange.route is not None
         grad_TD = grad_TD.contiguous()

@@ -43,7 +43,7 @@ class ExpertStatistics:
 
     def drain(self) -> ExpertStatistics:
         """Hand over what was counted and start at zero."""
-        counted = ExpertStatistics(*self.traffic_LC.shape, self.load_LE.shape[1])
+        counted = ExpertStatistics(len(self.traffic_LC), self.traffic_LC.shape[1], self.load_LE.shape[1])
         for name in ("traffic_LC", "load_LE"):
             getattr(counted, name).copy_(getattr(self, name))
             getattr(self, name).zero_()

@@ -88,6 +88,7 @@ class Lane:
             if part.numel()
         ]
         for work in works:
+            assert work is not None
             work.wait()
         return parts
 

@@ -140,7 +140,7 @@ class FabricGroup(ProcessGroupGloo):
         super().__init__(timeout=timeout)
         self.peers = Peers((0,), 0)
 
-    def configure(  # type: ignore[override]
+    def configure(
         self,
         store_addr: str,
         replica_id: str,
@@ -156,7 +156,8 @@ class FabricGroup(ProcessGroupGloo):
         super().configure(
             store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
         )
-        assert global_ranks is not None and group_world_size is not None
+        assert global_ranks is not None
+        assert group_world_size is not None
         self.peers = Peers(tuple(member // group_world_size for member in global_ranks), rank)
 
     def drop(self) -> None:
@@ -235,8 +236,8 @@ class Member:
             raise FleetError(
                 f"the clusters did not meet for step {self.step}: {first_line(error)}"
             ) from error
-        if (error := self._manager.errored()) is not None:
-            raise FleetError(f"the rail could not be connected for step {self.step}: {first_line(error)}")
+        if (trouble := self._manager.errored()) is not None:
+            raise FleetError(f"the rail could not be connected for step {self.step}: {first_line(trouble)}")
 
     def commit(self, ok: bool) -> bool:
         """Vote inside the cluster; True when every gateway of it says ok. Counts the step."""

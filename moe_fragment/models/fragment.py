@@ -153,7 +153,8 @@ def _check_no_optimizer(model: nn.Module) -> None:
         raise ValueError("DeepSpeed already wraps this model; fragment it before deepspeed.initialize")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for held in gc.get_objects():
-        if not isinstance(held, torch.optim.Optimizer):
+        # Not isinstance: it asks every object of the process for its __class__, which lazy ones answer with code.
+        if not issubclass(type(held), torch.optim.Optimizer):
             continue
         for group in held.param_groups:
             for parameter in group["params"]:

@@ -152,6 +152,7 @@ class TrunkAllReduce:
             if peer != self._rank and data.numel():
                 works.append(dist.isend(data, dst=peer, group=self._group))
         for work in works:
+            assert work is not None
             work.wait()
         return arrived
 

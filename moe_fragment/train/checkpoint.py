@@ -2,7 +2,8 @@
 
 A checkpoint is a directory `step-00000120` with one safetensors file per rank and a manifest. Files are written to a
 temporary directory, synced, and renamed into place by the first rank after every rank is done, so that a directory with
-the final name is complete. The manifest carries each file's size and hash: a truncated or altered file is refused by name.
+the final name is complete. The manifest carries each file's size and hash: a truncated or altered file is refused
+by name.
 
 A tensor `weight|model.norm.weight|0` holds the canonical parameter `model.norm.weight` from element 0 on. Ranks own
 disjoint ranges, so any layout can be put together from them; see `state.py`.

@@ -126,10 +126,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> TrainConfig:
-        if self.warmup_steps > self.steps:
-            raise FieldError(
-                "warmup_steps", f"expected at most steps = {self.steps}, got {self.warmup_steps}"
-            )
         if self.min_learning_rate > self.learning_rate:
             raise FieldError("min_learning_rate", f"expected at most learning_rate = {self.learning_rate}")
         return self

@@ -299,12 +299,15 @@ class ClusterRun:
             manifest,
             tensors,
             rank=self.world.local_rank,
-            barrier=lambda: self._gather(None) and None,
+            barrier=self._barrier,
             gather=self._gather,
             keep=self.recipe.train.keep_checkpoints,
         )
         self._event("checkpoint", f"saved step {self.step_number}")
         return path
+
+    def _barrier(self) -> None:
+        self._gather(None)
 
     def _gather(self, value: Any) -> list[Any]:
         """One value per rank of the cluster."""

@@ -2,9 +2,9 @@
 
 Three optimizers, three layouts: ZeRO-1 flattens each parameter group and gives every rank one slice of it; its bf16
 variant does the same with an fp32 gradient buffer; ZeRO-3 slices every parameter by itself. `ZeroShards` says for each
-of them which elements of which parameter lie where in the rank's flat fp32 buffers, and gives access to gradients (after
-the boundary's backward, before `engine.step`), master weights and Adam moments. No collective is involved; the
-reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
+of them which elements of which parameter lie where in the rank's flat fp32 buffers, and gives access to gradients
+(after the boundary's backward, before `engine.step`), master weights and Adam moments. No collective is involved;
+the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
 
 A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`.
 """

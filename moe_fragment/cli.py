@@ -1,0 +1,155 @@
+"""The `moe-fragment` command. Heavy imports happen inside the commands, so that `--help` is immediate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="moe-fragment",
+    help="Train mixture-of-experts transformers across fragmented GPU clusters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[section.field=value]...", help="Changes to the recipe, such as train.steps=100."
+    ),
+]
+
+
+class Dtype(StrEnum):
+    """Number formats of exported weights."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+@app.command()
+def launch(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Run a recipe's fleet on this machine: a coordinator and one deepspeed launcher per cluster.
+
+    A run that was interrupted goes on from its last checkpoint. Each cluster writes runs/NAME/CLUSTER.
+    """
+    from moe_fragment.train.launch import launch as start
+
+    outcome = start(recipe, overrides or [], quiet=quiet)
+    if as_json:
+        _print(outcome)
+        return
+    from moe_fragment.observe.report import print_report
+    from moe_fragment.observe.report import report as summarise
+
+    print_report(summarise(outcome["run_dir"]))
+
+
+@app.command()
+def coordinator(
+    clusters: Annotated[int, typer.Option(min=1, help="How many clusters the fleet has.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Name or address under which clusters reach this host.")
+    ] = "localhost",
+    as_json: Json = False,
+) -> None:
+    """Run the coordinator of one fleet (membership and meeting point) until interrupted.
+
+    It listens on all interfaces without encryption: keep it inside a VPN.
+    """
+    import signal
+    import threading
+
+    from moe_fragment.fabric import Coordinator
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server = Coordinator(clusters, host=host, port=port)
+    if as_json:
+        _print({"address": server.address, "clusters": clusters})
+    else:
+        print(f"coordinator for {clusters} clusters at {server.address}", flush=True)
+    stop.wait()
+    server.close()
+
+
+@app.command()
+def report(
+    run: Annotated[
+        list[Path], typer.Argument(help="Run directory, or several clusters' directories of one run.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Summarise a run: loss, speed, bytes over the WAN, where the time went."""
+    from moe_fragment.observe.report import print_report
+    from moe_fragment.observe.report import report as summarise
+
+    summary = summarise(run if len(run) > 1 else run[0])
+    if as_json:
+        _print(summary)
+    else:
+        print_report(summary)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Run directory with one directory per cluster.")],
+    out: Annotated[Path, typer.Option(help="Directory to write; must be empty or not exist.")],
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint; default the newest all clusters have.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.fp32,
+    as_json: Json = False,
+) -> None:
+    """Write the trained model as a directory that plain transformers opens."""
+    import torch
+
+    from moe_fragment.train.export import export as write
+    from moe_fragment.train.export import summary
+
+    dtypes = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
+    exported = write(run, out, step=step, dtype=dtypes[dtype])
+    if as_json:
+        _print(summary(exported))
+        return
+    print(
+        f"wrote step {exported.step} to {exported.path}; it opens as {exported.architecture} in plain transformers"
+    )
+    if exported.needs_moe_fragment:
+        print(f"  after `import moe_fragment`: {exported.why}")
+
+
+def _print(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str), flush=True)
+
+
+def main() -> None:
+    """Run the command; bad input ends with one sentence and code 2, a failed run with code 1."""
+    try:
+        app()
+    except ValueError as error:  # every error a person can cause is one: see schema.ConfigError
+        sys.stderr.write(f"moe-fragment: {error}\n")
+        sys.exit(2)
+    except RuntimeError as error:
+        sys.stderr.write(f"moe-fragment: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+        )
+        sys.exit(130)

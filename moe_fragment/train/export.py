@@ -1,0 +1,139 @@
+"""From the checkpoints of all clusters to one directory that plain `transformers` opens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+import moe_fragment.models.register  # noqa: F401 (makes the model type known)
+from moe_fragment.models.configuration import FragmentMoeConfig
+from moe_fragment.models.stock import stock_equivalent
+from moe_fragment.train.checkpoint import Checkpoint, CheckpointError, checkpoint_path, saved_steps
+from moe_fragment.train.state import WEIGHT
+from moe_fragment.train.zero import expert_name
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written where."""
+
+    path: Path
+    step: int
+    architecture: str
+    """Class that opens it."""
+    needs_moe_fragment: bool
+    """Whether `import moe_fragment` must come first, because no stock class computes this model."""
+    why: str
+    """The options no stock class has, if it needs moe_fragment."""
+
+
+def export(run: Path, out: Path, *, step: int | None = None, dtype: torch.dtype = torch.float32) -> Exported:
+    """Write the model of a run as a transformers directory, tokenizer included.
+
+    Args:
+        run: directory of the run, holding one directory per cluster.
+        out: directory to write; must not hold anything yet.
+        step: which checkpoint; default the newest that all clusters have.
+        dtype: of the weights in the file.
+
+    Raises:
+        CheckpointError: a cluster's directory or checkpoint is missing or damaged, trunk copies differ, or `out`
+            is not empty.
+    """
+    checkpoints = open_checkpoints(run, step)
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out}: is not empty; choose another directory")
+    first = next(iter(checkpoints.values()))
+    state = whole_state(checkpoints)
+    config: PreTrainedConfig = AutoConfig.for_model(**first.manifest.model)
+    why = ""
+    if isinstance(config, FragmentMoeConfig):
+        try:
+            config, convert = stock_equivalent(config)
+            state = convert(state)
+        except ValueError as error:
+            why = str(error)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    left = sorted(set(missing) - set(model.all_tied_weights_keys))
+    if left or unexpected:
+        raise CheckpointError(
+            f"{first.path}: does not fit {type(model).__name__}: {[*left, *unexpected][:3]}"
+        )
+    model.to(dtype).save_pretrained(out)
+    tokenizer = first.path.parent.parent / "tokenizer"
+    if tokenizer.is_dir():
+        shutil.copytree(tokenizer, out, dirs_exist_ok=True)
+    return Exported(out, first.manifest.step, type(model).__name__, bool(why), why)
+
+
+def open_checkpoints(run: Path, step: int | None = None) -> dict[str, Checkpoint]:
+    """The checkpoints of all clusters of a run after the same step, by cluster.
+
+    Raises:
+        CheckpointError: see `export`.
+    """
+    directories = sorted(path.parent for path in run.glob("*/checkpoints"))
+    if not directories:
+        raise CheckpointError(f"{run}: no checkpoints of any cluster there")
+    steps = {directory.name: saved_steps(directory) for directory in directories}
+    common = set.intersection(*map(set, steps.values()))
+    if step is None and not common:
+        raise CheckpointError(f"{run}: no step that all clusters saved: {steps}")
+    chosen = max(common) if step is None else step
+    if chosen not in common:
+        raise CheckpointError(
+            f"{run}: step {chosen} was not saved by all clusters; they share {sorted(common)}"
+        )
+    opened = {directory.name: Checkpoint(checkpoint_path(directory, chosen)) for directory in directories}
+    for name, checkpoint in opened.items():
+        absent = set(checkpoint.manifest.placement.clusters) - set(opened)
+        if absent:
+            raise CheckpointError(
+                f"{run}: cluster {name} shares its experts with {', '.join(sorted(absent))}, whose directory is not "
+                f"here; copy the run directories of all clusters together first"
+            )
+    return opened
+
+
+def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor]:
+    """State dict (fp32) of the whole model: the trunk, and every expert from the cluster that holds it.
+
+    Raises:
+        CheckpointError: trunk copies differ between clusters, or an expert is nowhere.
+    """
+    first_name, first = next(iter(checkpoints.items()))
+    state: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for cluster, checkpoint in checkpoints.items():
+        for name, size in checkpoint.manifest.sizes.items():
+            values = checkpoint.read(WEIGHT, name, 0, size).view(checkpoint.manifest.shapes[name])
+            parameter, marker, expert = name.partition("#")
+            if marker:
+                experts.setdefault(parameter, {})[int(expert)] = values
+            elif name not in state:
+                state[name] = values
+            elif not torch.equal(state[name], values):
+                raise CheckpointError(f"clusters {first_name} and {cluster} hold different copies of {name}")
+    count = first.manifest.placement.num_experts
+    for parameter, held in experts.items():
+        if len(held) != count:
+            lost = expert_name(parameter, min(set(range(count)) - set(held)))
+            raise CheckpointError(f"{lost}: is in no cluster's checkpoint")
+        state[parameter] = torch.stack([held[expert] for expert in range(count)])
+    for name in first.names("buffer"):
+        buffer = first.extra(f"buffer|{name}|0")
+        assert buffer is not None
+        state[name] = buffer
+    return state
+
+
+def summary(exported: Exported) -> dict[str, Any]:
+    """For `export --json`."""
+    return {**exported.__dict__, "path": str(exported.path)}

@@ -1,0 +1,285 @@
+"""`moe-fragment launch`: a coordinator and one deepspeed launcher per cluster, watched until the run is complete.
+
+Whatever the launchers print goes to `launcher.log` in each cluster's run directory; what a person wants to see while it
+runs is read from the run log. When one cluster ends badly, the others are ended too and the end of its log is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from moe_fragment.fabric import Coordinator
+from moe_fragment.observe import RunLog, RunLogError
+from moe_fragment.schema import ConfigError
+from moe_fragment.topology import Topology
+from moe_fragment.train.progress import Progress
+from moe_fragment.train.recipe import Recipe
+from moe_fragment.train.world import free_port
+
+_POLL_S = 0.5
+_GRACE_S = 10.0
+_SHOWN_LINES = 25
+
+
+class LaunchError(RuntimeError):
+    """A cluster ended badly; the message names it and shows the end of its log."""
+
+
+@dataclass
+class _Launcher:
+    cluster: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, Any]:
+    """Run the fleet of a recipe on this machine until it is complete.
+
+    Args:
+        recipe_path: the recipe.
+        overrides: changes to it, `section.field=value`.
+        quiet: no progress bar.
+
+    Returns:
+        run_dir, steps, tokens, final_loss, eval_loss, wan_bytes by channel, clusters.
+
+    Raises:
+        ConfigError: the recipe is wrong, or names clusters on other hosts.
+        LaunchError: a cluster ended badly.
+    """
+    recipe = Recipe.load(recipe_path, overrides)
+    topology = recipe.fleet()
+    if not topology.is_local:
+        raise ConfigError(
+            f"{recipe_path}: topology.clusters: launch starts clusters of local processes; start each cluster with "
+            f"hosts by `deepspeed --hostfile ... recipes/pretrain.py --recipe {recipe_path} --cluster NAME "
+            f"--coordinator HOST:PORT`"
+        )
+    _prepare_deepspeed()
+    run = Path(recipe.out) / recipe.name
+    hosted = None
+    if topology.coordinator is None:
+        hosted = Coordinator(
+            len(topology.names),
+            heartbeat_timeout_s=recipe.fabric.heartbeat_timeout_s,
+            join_timeout_s=recipe.fabric.quorum_timeout_s,
+        )
+    address = hosted.address if hosted is not None else topology.coordinator
+    assert address is not None
+    launchers: list[_Launcher] = []
+    with _stop_on_signals():
+        try:
+            for name, size in zip(topology.names, topology.sizes, strict=True):
+                launchers.append(_start(recipe_path, overrides, run / name, name, size, address))
+            _watch(launchers, recipe, run, topology, quiet=quiet)
+        finally:
+            _stop(launchers)
+            if hosted is not None:
+                hosted.close()
+    return result(run)
+
+
+def result(run: Path) -> dict[str, Any]:
+    """What `launch --json` prints."""
+    summary = RunLog(run).summary()
+    keys = ("steps", "tokens", "final_loss", "eval_loss", "wan_bytes", "clusters", "emulated")
+    return {"run_dir": str(run), **{key: summary[key] for key in keys}}
+
+
+def _prepare_deepspeed() -> None:
+    """Compile DeepSpeed's CPU collectives once, so that ranks do not race for it; a second when it is done already."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise LaunchError(f"DeepSpeed could not compile its CPU collectives (g++ is needed): {last}")
+
+
+def _environment() -> dict[str, str]:
+    """The launchers find the interpreter's own `deepspeed` and `ninja`; ranks share the cores fairly."""
+    beside = os.path.dirname(sys.executable)
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _start(
+    recipe: Path, overrides: Sequence[str], directory: Path, cluster: str, size: int, coordinator: str
+) -> _Launcher:
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / "launcher.log"
+    deepspeed = shutil.which("deepspeed", path=_environment()["PATH"])
+    if deepspeed is None:
+        raise LaunchError(
+            "the deepspeed launcher is not on PATH; is the package installed in this environment?"
+        )
+    command = [
+        deepspeed,
+        "--num_gpus",
+        str(size),
+        "--master_port",
+        str(free_port()),
+        "--module",
+        "moe_fragment.train.main",
+        "--recipe",
+        str(recipe),
+        "--cluster",
+        cluster,
+        "--coordinator",
+        coordinator,
+        *overrides,
+    ]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_environment()
+        )
+    return _Launcher(cluster, process, log)
+
+
+def _watch(
+    launchers: Sequence[_Launcher], recipe: Recipe, run: Path, topology: Topology, *, quiet: bool
+) -> None:
+    view = None if quiet else _View(run, recipe, topology)
+    try:
+        while any(launcher.process.poll() is None for launcher in launchers):
+            failed = [launcher for launcher in launchers if launcher.process.poll() not in (None, 0)]
+            if failed:
+                raise LaunchError(_story(failed[0]))
+            if view is not None:
+                view.refresh()
+            time.sleep(_POLL_S)
+        for launcher in launchers:
+            if launcher.process.returncode:
+                raise LaunchError(_story(launcher))
+        if view is not None:
+            view.refresh()
+    finally:
+        if view is not None:
+            view.close()
+
+
+def _story(launcher: _Launcher) -> str:
+    lines = launcher.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    ours = [line for line in lines if line.startswith("moe-fragment:")]
+    shown = ours[-3:] if ours else lines[-_SHOWN_LINES:]
+    code = launcher.process.returncode
+    text = "\n  ".join(shown)
+    return f"cluster {launcher.cluster} ended with code {code}; {launcher.log} says:\n  {text}"
+
+
+def _stop(launchers: Sequence[_Launcher]) -> None:
+    """End every process that is left, with its children."""
+    processes: list[psutil.Process] = []
+    for launcher in launchers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(launcher.process.pid)
+            processes += [*parent.children(recursive=True), parent]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for launcher in launchers:
+        launcher.process.wait()
+
+
+@contextlib.contextmanager
+def _stop_on_signals():  # type: ignore[no-untyped-def]
+    """SIGTERM ends the launch the way Ctrl-C does: through the clean-up."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _View:
+    """Progress of a run as its log tells it."""
+
+    def __init__(self, run: Path, recipe: Recipe, topology: Topology) -> None:
+        self._run, self._recipe, self._topology = run, recipe, topology
+        self._log: RunLog | None = None
+        self._bar: Progress | None = None
+        self._events = 0
+        self._evaluations = 0
+        self._born = time.time()
+
+    def refresh(self) -> None:
+        """Show what is new."""
+        try:
+            if self._log is None:
+                self._log = RunLog(self._run)
+            elif not self._log.refresh():
+                return
+            steps = self._log.steps
+        except RunLogError:
+            self._log = None
+            return
+        if self._bar is None:
+            done = int(steps["step"].max()) if len(steps) else 0
+            self._bar = Progress(
+                self._recipe.train.steps, done, self._recipe.name, emulated=self._recipe.fabric.emulate
+            )
+        self._show_events()
+        if not len(steps):
+            return
+        last = steps[steps["step"] == steps["step"].max()]
+        tokens = last["tokens"].sum()
+        pairs = last["remote_pairs"].sum() + last["local_pairs"].sum()
+        wan = self._log.wan_bytes(steps=[int(last["step"].iloc[0])])
+        self._bar.show(
+            int(last["step"].iloc[0]),
+            loss=float((last["loss"].fillna(0) * last["tokens"]).sum() / max(tokens, 1)),
+            tokens_per_s=float(tokens / last["step_s"].max()),
+            remote_fraction=float(last["remote_pairs"].sum() / max(pairs, 1)),
+            wan_bytes=float(wan[..., 0].sum()),
+        )
+
+    def _show_events(self) -> None:
+        assert self._log is not None
+        assert self._bar is not None
+        evaluations = self._log.evaluations
+        for row in evaluations.iloc[self._evaluations :].itertuples():
+            if row.cluster == self._topology.names[0]:
+                self._bar.note(f"step {row.step}: evaluation loss {row.loss:.4f} on {row.tokens:,} tokens")
+        self._evaluations = len(evaluations)
+        events = self._log.events
+        for row in events.iloc[self._events :].itertuples():
+            if row.kind != "checkpoint" and row.time > self._born:
+                self._bar.note(f"cluster {row.cluster}: {row.message}")
+        self._events = len(events)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
