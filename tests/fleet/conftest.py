@@ -13,6 +13,15 @@ from tests.fleet.harness import Fleets
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+TIMEOUT_S = 240.0
+"""Of a test; above the harness's own time-outs, whose messages are better."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "fleets" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
 
 @pytest.fixture(scope="session")
 def fleets() -> Iterator[Fleets]:

@@ -1,12 +1,14 @@
-"""Real fleets for tests: one process a rank, its own DeepSpeed world per cluster, the fabric between clusters.
+"""Real fleets for tests: one process a rank, its own DeepSpeed world per cluster, the fabric between
+clusters.
 
-Starting one takes seconds, so a fleet stays up and is sent *cases*: module-level functions `case(rank, *args)` that all
-ranks run together. How a test ends, whatever happens: every rank answered; or some rank raised, then the test fails with
-its traceback; or nobody answers within the time-out, then the test fails with the Python stacks of every silent rank. In
-the last two cases the fleet is killed, and the next test that asks for it gets a new one.
+Starting one takes seconds, so a fleet stays up and is sent *cases*: module-level functions `case(rank,
+*args)` that all ranks run together. How a test ends, whatever happens: every rank answered; or some rank
+raised, then the test fails with its traceback; or nobody answers within the time-out, then the test fails
+with the Python stacks of every silent rank. In the last two cases the fleet is killed, and the next test that
+asks for it gets a new one.
 
-Ranks are forked from a server process that has imported the heavy packages once. They die with the test process: the
-server ends when the test process does, and the kernel kills the ranks when the server ends.
+Ranks are forked from a server process that has imported the heavy packages once. They die with the test
+process: the server ends when the test process does, and the kernel kills the ranks when the server ends.
 """
 
 from __future__ import annotations
@@ -129,7 +131,13 @@ class Fleet:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(place, self._coordinator.address, ports[place.cluster], str(self._log(place)), theirs),
+                    args=(
+                        place,
+                        self._coordinator.address,
+                        ports[place.cluster],
+                        str(self._log(place)),
+                        theirs,
+                    ),
                     daemon=True,
                 )
                 process.start()
