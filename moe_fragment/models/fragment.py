@@ -113,7 +113,9 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
     for position, layer in enumerate(layers):
         experts = list(placement.experts_of(layer.index, fabric.cluster))
         for attribute, parameter in list(layer.stacked()):
-            kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=parameter.requires_grad)
+            # A cluster without experts in this layer has nothing to train; DeepSpeed cannot partition empty groups.
+            trains = parameter.requires_grad and bool(experts)
+            kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=trains)
             setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
         layer.module._is_expert_parallel = True
