@@ -1,0 +1,4 @@
+"""Side by side with peers; never part of the test run. `docs/benchmarks.md` has the tables and what they show.
+
+Each is run from the repository root: `python -m benchmarks.training --help`, `python -m benchmarks.expert_path --help`.
+"""
