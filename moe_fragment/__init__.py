@@ -1,8 +1,8 @@
 """moe_fragment: train mixture-of-experts transformers across fragmented GPU clusters.
 
-Importing this package makes the model type `moe_fragment` known to transformers' Auto classes and `cross_cluster` to its
-experts interface. Both happen when transformers is imported, and the public names are loaded when they are first used, so
-that `import moe_fragment` itself is quick and needs neither torch nor transformers.
+Importing this package makes the model type `moe_fragment` known to transformers' Auto classes and `cross_cluster` to
+its experts interface. Both happen when transformers is imported, and the public names are loaded when they are first
+used, so that `import moe_fragment` itself is quick and needs neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class _CombineStart(torch.autograd.Function):
 
 
 class _CombineWait(torch.autograd.Function):
-    """Keeps its indices outside autograd's saved tensors: a checkpointed layer's recompute then stops before combine."""
+    """Keeps its indices out of autograd's saved tensors: a checkpointed layer's recompute then stops before combine."""
 
     @staticmethod
     def forward(

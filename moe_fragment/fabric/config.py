@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pydantic import Field, model_validator
 
 from moe_fragment.schema import Duration, FieldError, Section
@@ -38,7 +40,7 @@ class FabricConfig(Section):
     @model_validator(mode="after")
     def _chain(self) -> FabricConfig:
         chain = ("heartbeat_timeout", "exchange_timeout", "quorum_timeout", "join_timeout")
-        for shorter, longer in zip(chain, chain[1:], strict=False):
+        for shorter, longer in pairwise(chain):
             low, high = getattr(self, f"{shorter}_s"), getattr(self, f"{longer}_s")
             if low >= high:
                 raise FieldError(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -253,7 +254,7 @@ class Fabric:
         if self.failure is not None:
             return
         bounds = [vector.numel() * index // self.clusters for index in range(self.clusters + 1)]
-        pieces = [vector[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        pieces = [vector[low:high] for low, high in pairwise(bounds)]
         own = pieces[self.cluster]
         size = vector.element_size()
         try:

@@ -13,7 +13,7 @@ from moe_fragment.fabric import FleetError
 from moe_fragment.schema import ConfigError
 from moe_fragment.train.peers import PeerWatch
 from moe_fragment.train.recipe import Recipe
-from moe_fragment.train.world import WorldError, find_world
+from moe_fragment.train.world import World, WorldError, find_world
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> None:
         _train(recipe, world, watch)
     except (ConfigError, WorldError, FleetError) as error:
         _end(f"moe-fragment: {error}", 2 if isinstance(error, (ConfigError, WorldError)) else 1, watch)
+    except KeyboardInterrupt:
+        _end("moe-fragment: interrupted", 130, None)
     except Exception:
         place = f"cluster {watch.this.cluster}, rank {watch.this.rank}" if watch else "before joining"
         _end(f"moe-fragment: {place}:\n{traceback.format_exc()}", 1, watch)
@@ -71,7 +73,7 @@ def _end(message: str, code: int, watch: PeerWatch | None) -> None:
     os._exit(code)
 
 
-def _train(recipe: Recipe, world, watch: PeerWatch) -> None:  # type: ignore[no-untyped-def]
+def _train(recipe: Recipe, world: World, watch: PeerWatch) -> None:
     import deepspeed
     import torch
 
