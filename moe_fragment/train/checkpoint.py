@@ -88,48 +88,79 @@ def save(
     tensors: dict[str, torch.Tensor],
     *,
     rank: int,
-    barrier: Callable[[], None],
     gather: Callable[[Any], list[Any]],
     keep: int,
 ) -> Path:
     """Write this rank's part; collective in the cluster, whose ranks share the file system of `run`.
+
+    Checkpoints of later steps belong to a life that the run has left behind (another cluster did not have them); they
+    go, so that they never count among those to keep.
 
     Args:
         run: the cluster's run directory.
         manifest: the same on all ranks.
         tensors: this rank's, by key.
         rank: local rank.
-        barrier, gather: over the cluster's ranks; `gather` collects one JSON-able object per rank.
+        gather: collects one JSON-able object per rank of the cluster.
         keep: how many checkpoints stay.
 
     Returns:
         the finished checkpoint.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+        CheckpointError: the disk is full or not writable for any rank (all raise); earlier ones are untouched.
     """
     final = checkpoint_path(run, manifest.step)
     partial = final.with_name(f"{final.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    barrier()
-    name = f"rank-{rank:05d}.safetensors"
+    gather(None)
+    files = gather(_attempt(_write_part, partial, f"rank-{rank:05d}.safetensors", tensors))
+    failed = next((file["error"] for file in files if "error" in file), None)
+    if rank == 0:
+        outcome = {"error": failed} if failed else _attempt(_finish, run, partial, manifest, files, keep)
+        if "error" in outcome:
+            shutil.rmtree(partial, ignore_errors=True)
+    else:
+        outcome = {}
+    failed = gather(outcome)[0].get("error")
+    if failed:
+        raise CheckpointError(f"{final}: cannot be written ({failed}); earlier checkpoints are untouched")
+    return final
+
+
+def _attempt(act: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What `act` returns, or what went wrong: a rank that raised would leave the others waiting for it."""
+    try:
+        return act(*arguments)
+    except (OSError, SafetensorError) as error:
+        return {"error": str(error)}
+
+
+def _write_part(partial: Path, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    partial.mkdir(parents=True, exist_ok=True)
     # Views of flat buffers share storage; safetensors stores each by itself.
     save_file({key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}, partial / name)
-    files = gather({"name": name, **_seal(partial / name), "tensors": sorted(tensors)})
-    if rank == 0:
-        text = json.dumps({"version": VERSION, "files": files, **manifest.to_json()}, indent=1)
-        (partial / MANIFEST).write_text(text, encoding="utf-8")
-        _sync(partial / MANIFEST)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync(final.parent)
-        for step in saved_steps(run)[:-keep]:
-            shutil.rmtree(checkpoint_path(run, step), ignore_errors=True)
-    barrier()
-    return final
+    return {"name": name, **_seal(partial / name), "tensors": sorted(tensors)}
+
+
+def _finish(
+    run: Path, partial: Path, manifest: Manifest, files: list[dict[str, Any]], keep: int
+) -> dict[str, Any]:
+    final = checkpoint_path(run, manifest.step)
+    text = json.dumps({"version": VERSION, "files": files, **manifest.to_json()}, indent=1)
+    (partial / MANIFEST).write_text(text, encoding="utf-8")
+    _sync(partial / MANIFEST)
+    _sync(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(final.parent)
+    steps = saved_steps(run)
+    kept = [step for step in steps if step <= manifest.step][-keep:]
+    for step in set(steps) - set(kept):
+        shutil.rmtree(checkpoint_path(run, step), ignore_errors=True)
+    return {}
 
 
 class Checkpoint:
@@ -152,13 +183,14 @@ class Checkpoint:
             raise CheckpointError(f"{path}: no checkpoint there") from None
         except ValueError:
             raise CheckpointError(f"{path / MANIFEST}: damaged; use an earlier checkpoint") from None
-        if data.get("version") != VERSION:
-            raise CheckpointError(f"{path / MANIFEST}: version {data.get('version')}, expected {VERSION}")
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise CheckpointError(f"{path / MANIFEST}: version {version}, expected {VERSION}")
         self.manifest = Manifest.from_json(data, str(path / MANIFEST))
         self._pieces: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
         self._files: dict[str, Any] = {}
         self._hashes: dict[str, str] = {}
-        for file in data["files"]:
+        for file in data.get("files", []):
             self._check_size(file)
             self._hashes[file["name"]] = file["blake2b"]
             for key in file["tensors"]:

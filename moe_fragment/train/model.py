@@ -13,6 +13,9 @@ from moe_fragment.schema import ConfigError
 from moe_fragment.train.recipe import ModelConfig
 from moe_fragment.train.zero import expert_name
 
+_UNDECLARED = {"head_dim"}
+"""Fields that attention reads in every family although some, Qwen3-MoE among them, do not declare them."""
+
 
 def model_configuration(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The transformers configuration of a new model.
@@ -34,7 +37,7 @@ def model_configuration(config: ModelConfig, tokenizer: PreTrainedTokenizerBase)
         ) from None
     aliases = AutoConfig.for_model(config.architecture).attribute_map
     for field in config.config:
-        if field not in known and field not in aliases:
+        if field not in known and field not in aliases and field not in _UNDECLARED:
             raise ConfigError(f"model.config.{field}: unknown field of {config.architecture}")
     try:
         return AutoConfig.for_model(config.architecture, **{**tokens, **config.config})

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import platform
-import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, connect
 from moe_fragment.models.fragment import expert_layers, fragment
 from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, RunWriter
+from moe_fragment.observe.layout import SCHEMA_FILE
+from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
 from moe_fragment.train.checkpoint import Checkpoint, Manifest, checkpoint_path, save, saved_steps
 from moe_fragment.train.data import ClusterData
@@ -26,7 +26,9 @@ from moe_fragment.train.measure import Measurements, measure
 from moe_fragment.train.model import build_model, parameter_shapes
 from moe_fragment.train.peers import Peer, PeerWatch
 from moe_fragment.train.progress import Progress
+from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_random_state, seed_everything
 from moe_fragment.train.recipe import Recipe
+from moe_fragment.train.resume import check_fits, newest_common
 from moe_fragment.train.schedule import learning_rate
 from moe_fragment.train.state import own_ranges, restore, step_counts
 from moe_fragment.train.step import Stepper, StepReport
@@ -63,10 +65,10 @@ class ClusterRun:
         self.directory = Path(recipe.out) / recipe.name / world.cluster
         self.step_number = 0
         self.consumed = 0
-        self._build()
-        resumed = self._resume()
-        self.writer = self._open_log(resumed)
+        self.writer: RunWriter | None = None
         self._progress: Progress | None = None
+        self._build()
+        self._begin()
 
     # -- setting up --------------------------------------------------------------------------------------------
 
@@ -121,56 +123,67 @@ class ClusterRun:
             local_ranks=self.world.size,
         )
         self.fragmented = model.fragmented
-        _seed(train.seed, self.index, self.world.local_rank)
+        seed_everything(train.seed, self.index, self.world.local_rank)
 
-    def _resume(self) -> int | None:
-        """Continue from the newest checkpoint that every cluster has; returns its step, None for a new run."""
-        mine = saved_steps(self.directory)
-        everybody = self.fabric.gather("saved", mine)
-        common = set(everybody[0]).intersection(*map(set, everybody[1:]))
-        if not common:
-            if any(everybody):
-                raise FleetError(
-                    f"run {self.recipe.name} has checkpoints, but none that all clusters have: "
-                    + ", ".join(
-                        f"{name} {steps}" for name, steps in zip(self.topology.names, everybody, strict=True)
-                    )
-                )
-            return 0 if (self.directory / "metrics.jsonl").exists() else None
-        step = max(common)
-        checkpoint = Checkpoint(checkpoint_path(self.directory, step))
-        self.load(checkpoint)
-        return step
+    def _begin(self) -> None:
+        """Open the log, and continue from the newest checkpoint that every cluster has, if there is any.
 
-    def load(self, checkpoint: Checkpoint) -> None:
+        Raises:
+            ConfigError: the run directory or checkpoint does not fit, here.
+            FleetError: it does not fit elsewhere, or no step was saved by all clusters.
+        """
+        step = newest_common(
+            self.recipe.name, self.topology.names, self.fabric.gather("saved", saved_steps(self.directory))
+        )
+        error: Exception | None = None
+        try:
+            self.fabric.everyone(self._take_up, step)
+        except (ConfigError, FleetError) as caught:
+            error = caught
+        heard = self.fabric.gather("begin", str(error) if error else None)
+        if error is not None:
+            raise error
+        for name, trouble in zip(self.topology.names, heard, strict=True):
+            if trouble is not None:
+                raise FleetError(f"cluster {name} cannot begin: {trouble}")
+        if step is not None:
+            self.stepper.shards.publish_masters()
+            self.fabric.resume_at(step)
+
+    def _take_up(self, step: int | None) -> None:
+        """What may fail on one rank alone."""
+        if step is not None:
+            self._load(Checkpoint(checkpoint_path(self.directory, step)))
+        if self.world.local_rank == 0:
+            self.writer = self._open_log(step)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         """Take weights, optimizer, data position and random state from a checkpoint of this cluster."""
-        manifest = checkpoint.manifest
-        if manifest.placement != self.placement:
-            raise FleetError(f"{checkpoint.path}: was written under another placement than the recipe's")
+        manifest, rank = checkpoint.manifest, self.world.local_rank
+        check_fits(checkpoint, self.world.cluster, self.placement, self.stepper.shards.canonical_sizes)
         restore(self.stepper.shards, checkpoint.read, manifest.steps)
         for name, buffer in _saved_buffers(self.stepper.engine.module).items():
             stored = checkpoint.extra(f"buffer|{name}|0")
             if stored is not None:
                 buffer.copy_(stored)
-        state = checkpoint.extra(f"random|rank-{self.world.local_rank:05d}|0")
-        if state is not None:
-            torch.set_rng_state(state)
+        restore_random_state({kind: checkpoint.extra(f"{kind}|rank-{rank:05d}|0") for kind in RANDOM_KINDS})
         self.step_number, self.consumed = manifest.step, manifest.consumed
-        self.fabric.resume_at(manifest.step)
 
-    def _open_log(self, resumed: int | None) -> RunWriter | None:
-        if self.world.local_rank:
-            return None
-        layers = len(self.fragmented.layers)
-        writer = RunWriter(
-            self.directory,
-            cluster=self.world.cluster,
-            clusters=self.topology.names,
-            layers=layers,
-            experts=self.placement.num_experts,
-            emulated=self.fabric.emulated,
-            resume_step=resumed,
-        )
+    def _open_log(self, resumed: int | None) -> RunWriter:
+        if resumed is None and (self.directory / SCHEMA_FILE).exists():
+            resumed = 0  # an earlier life ended before its first checkpoint
+        try:
+            writer = RunWriter(
+                self.directory,
+                cluster=self.world.cluster,
+                clusters=self.topology.names,
+                layers=len(self.fragmented.layers),
+                experts=self.placement.num_experts,
+                emulated=self.fabric.emulated,
+                resume_step=resumed,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{error}; choose another name or out for this run") from None
         (self.directory / "recipe.yaml").write_text(self.recipe.dump(), encoding="utf-8")
         (self.directory / "topology.yaml").write_text(self.recipe.dump_topology(), encoding="utf-8")
         return writer
@@ -275,7 +288,8 @@ class ClusterRun:
         tensors = {
             f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)
         }
-        tensors[f"random|rank-{self.world.local_rank:05d}|0"] = torch.get_rng_state()
+        for kind, values in random_state().items():
+            tensors[f"{kind}|rank-{self.world.local_rank:05d}|0"] = values
         if self.world.local_rank == 0:
             for name, buffer in _saved_buffers(self.stepper.engine.module).items():
                 tensors[f"buffer|{name}|0"] = buffer
@@ -299,15 +313,11 @@ class ClusterRun:
             manifest,
             tensors,
             rank=self.world.local_rank,
-            barrier=self._barrier,
             gather=self._gather,
             keep=self.recipe.train.keep_checkpoints,
         )
         self._event("checkpoint", f"saved step {self.step_number}")
         return path
-
-    def _barrier(self) -> None:
-        self._gather(None)
 
     def _gather(self, value: Any) -> list[Any]:
         """One value per rank of the cluster."""
@@ -365,11 +375,3 @@ def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if name.rpartition(".")[2]
         not in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
     }
-
-
-def _seed(seed: int, cluster: int, rank: int) -> None:
-    """Every rank draws its own random numbers."""
-    mixed = seed * 1_000_003 + cluster * 1_009 + rank
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.manual_seed(mixed)

@@ -44,7 +44,10 @@ def step_counts(shards: ZeroShards) -> dict[str, float]:
 
 @torch.no_grad()
 def restore(shards: ZeroShards, read: Reader, steps: dict[str, float], *, moments: bool = True) -> None:
-    """Fill master weights and moments from a stored state; collective in the cluster.
+    """Fill this rank's master weights and moments from a stored state.
+
+    No collective, so that it may raise on one rank alone: when all ranks are done, `shards.publish_masters()` hands
+    the weights to the model.
 
     Args:
         shards: of the new layout.
@@ -72,4 +75,3 @@ def restore(shards: ZeroShards, read: Reader, steps: dict[str, float], *, moment
             )
     for flat, held in fresh.items():
         shards.set_moments(flat, held)
-    shards.publish_masters()

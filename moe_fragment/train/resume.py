@@ -1,0 +1,54 @@
+"""Where a run goes on, and whether a checkpoint is one of this run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moe_fragment.fabric import FleetError
+from moe_fragment.placement import Placement
+from moe_fragment.train.checkpoint import Checkpoint, CheckpointError
+
+
+def newest_common(run: str, clusters: Sequence[str], saved: Sequence[Sequence[int]]) -> int | None:
+    """The newest step that all clusters have saved; None when none of them has saved any.
+
+    Args:
+        run: its name.
+        clusters: their names.
+        saved: steps of each.
+
+    Raises:
+        FleetError: there are checkpoints, but no common one.
+    """
+    common = set(saved[0]).intersection(*map(set, saved[1:]))
+    if common:
+        return max(common)
+    if not any(saved):
+        return None
+    each = ", ".join(f"{name} {list(steps)}" for name, steps in zip(clusters, saved, strict=True))
+    raise FleetError(f"run {run} has checkpoints, but none that all clusters have: {each}")
+
+
+def check_fits(checkpoint: Checkpoint, cluster: str, placement: Placement, sizes: Mapping[str, int]) -> None:
+    """Refuse a checkpoint of another cluster, placement or model.
+
+    Args:
+        checkpoint: of this cluster, as its place in the run directory says.
+        cluster, placement: of this run.
+        sizes: elements of every canonical parameter of the model.
+
+    Raises:
+        CheckpointError: the first difference.
+    """
+    manifest = checkpoint.manifest
+    if manifest.cluster != cluster:
+        raise CheckpointError(f"{checkpoint.path}: was written by cluster {manifest.cluster}, not {cluster}")
+    if manifest.placement != placement:
+        raise CheckpointError(f"{checkpoint.path}: was written under another placement than the recipe's")
+    for name in sorted({*sizes, *manifest.sizes}):
+        there, here = manifest.sizes.get(name), sizes.get(name)
+        if there != here:
+            raise CheckpointError(
+                f"{checkpoint.path}: is of another model than the recipe's: {name} has {there or 'no'} elements there, "
+                f"{here or 'none'} here"
+            )
