@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
-from moe_fragment.schema import Duration, FieldError, Section
+from moe_fragment.schema import Duration, FieldError, Section, Size
 from moe_fragment.units import format_duration
 
 
@@ -33,6 +33,10 @@ class FabricConfig(Section):
 
     heartbeat_timeout_s: Duration = Field(default=5.0, alias="heartbeat_timeout")
     """A cluster whose heartbeat is older than this leaves the membership."""
+
+    eager_bytes: Size = Field(default=16 * 2**20, alias="eager_size", ge=4096)
+    """Messages up to this size are received into buffers posted beforehand and take one trip; larger ones are announced
+    first and take a round trip more. Two such buffers per peer cluster and gateway. Default 16 MiB."""
 
     max_retries: int = Field(default=3, ge=0)
     """How often in a row a failed step is tried again before the run stops with its last checkpoint."""

@@ -113,6 +113,7 @@ def _join(
         names=topology.names,
         meter=fabric.meter,
         timeout_s=config.exchange_timeout_s,
+        eager_bytes=config.eager_bytes,
         emulator=emulator,
     )
     fabric.attach(rail, member, keep=(store, own_store, emulator))

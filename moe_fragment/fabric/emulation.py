@@ -43,14 +43,18 @@ class LinkEmulator:
         self._clusters = len(topology.names)
         self._cluster = cluster
         self._random = random.Random(f"{seed}-{key}-{cluster}-{os.environ.get('RANK', 0)}")
-        self._rate, self._delay, self._jitter = {}, {}, {}
+        self._rate: dict[int, float] = {}
+        self._delay: dict[int, float] = {}
+        self._jitter: dict[int, float] = {}
+        self._round_trip: dict[int, float] = {}
         for peer, name in enumerate(topology.names):
             if peer == cluster:
                 continue
             link = topology.link(topology.names[cluster], name)
             back = topology.link(name, topology.names[cluster])
-            round_trip_s = max(link.one_way_s + back.one_way_s, 1e-6)
-            self._rate[peer] = min(link.bandwidth_bytes_per_s, lossy_rate(link.loss, round_trip_s))
+            self._round_trip[peer] = link.one_way_s + back.one_way_s
+            lossy = lossy_rate(link.loss, max(self._round_trip[peer], 1e-6))
+            self._rate[peer] = min(link.bandwidth_bytes_per_s, lossy)
             self._delay[peer] = link.one_way_s
             self._jitter[peer] = link.jitter_s
         self.path = Path(tempfile.gettempdir()) / f"moe_fragment-links-{key}"
@@ -58,8 +62,11 @@ class LinkEmulator:
         os.ftruncate(self._file, self._clusters**2 * _SLOT.size)
         self._table = mmap.mmap(self._file, self._clusters**2 * _SLOT.size)
 
-    def reserve(self, peer: int, size_bytes: int) -> float:
-        """Queue a message to cluster `peer`; returns the monotonic time (s) at which it arrives there."""
+    def reserve(self, peer: int, size_bytes: int, *, announced: bool = False) -> float:
+        """Queue a message to cluster `peer`; returns the monotonic time (s) at which it arrives there.
+
+        An announced message starts when the peer has answered its announcement, a round trip later.
+        """
         offset = (self._cluster * self._clusters + peer) * _SLOT.size
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
@@ -68,7 +75,8 @@ class LinkEmulator:
             _SLOT.pack_into(self._table, offset, leaves)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
-        return leaves + self._delay[peer] + self._random.uniform(0.0, self._jitter[peer])
+        delay = self._delay[peer] + (self._round_trip[peer] if announced else 0.0)
+        return leaves + delay + self._random.uniform(0.0, self._jitter[peer])
 
     def close(self) -> None:
         """Release the shared table; the last process to leave finds it already unlinked, which is fine."""

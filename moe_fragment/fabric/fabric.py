@@ -149,7 +149,6 @@ class Fabric:
         self.clock.exposed_s += time.monotonic() - started
         if self._rail is not None:
             assert self._member is not None
-            self._rail.peers = self._member.group.peers
             self._rail.begin_step(step)
 
     def _meet(self) -> None:
@@ -197,7 +196,7 @@ class Fabric:
         data = row.view(torch.uint8)
         try:
             heard = self._rail.exchange(
-                "verdict", [data] * self.clusters, [data.numel()] * self.clusters, "control"
+                "verdict", [data] * self.clusters, "control", [data.numel()] * self.clusters
             )
         except ExchangeError as error:
             self._fail(error)
@@ -216,10 +215,12 @@ class Fabric:
         return bool(self.cluster_min(int(agreed)))
 
     def _fail(self, error: ExchangeError) -> None:
-        self.failure = error
+        # The traceback's frames would keep the failed transfers, and with them the connections, alive.
+        self.failure = error.with_traceback(None)
+        error.__cause__ = error.__context__ = None
         log.warning("%s", error)
-        if self._member is not None:
-            self._member.group.drop()
+        if self._rail is not None:
+            self._rail.drop()
 
     # -- tokens ------------------------------------------------------------------------------------------------
 
@@ -261,8 +262,8 @@ class Fabric:
             heard = rail.exchange(
                 "trunk",
                 [as_bytes(piece) for piece in pieces],
-                [own.numel() * size] * self.clusters,
                 channel,
+                [own.numel() * size] * self.clusters,
             )
             heard[self.cluster] = as_bytes(own).clone()
             own.zero_()
@@ -270,7 +271,7 @@ class Fabric:
                 if part.numel():
                     own += from_bytes(part, vector.dtype)
             heard = rail.exchange(
-                "trunk", [as_bytes(own)] * self.clusters, [piece.numel() * size for piece in pieces], channel
+                "trunk", [as_bytes(own)] * self.clusters, channel, [piece.numel() * size for piece in pieces]
             )
             for piece, part in zip(pieces, heard, strict=True):
                 if part.numel():

@@ -139,6 +139,8 @@ class FabricGroup(ProcessGroupGloo):
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
         self.peers = Peers((0,), 0)
+        self.generation = 0
+        """Counts the quorums this group was configured for."""
 
     def configure(
         self,
@@ -158,6 +160,7 @@ class FabricGroup(ProcessGroupGloo):
         )
         assert global_ranks is not None
         assert group_world_size is not None
+        self.generation += 1
         self.peers = Peers(tuple(member // group_world_size for member in global_ranks), rank)
 
     def drop(self) -> None:

@@ -4,26 +4,38 @@ Everything that crosses between clusters is an all-to-all of byte buffers: dispa
 all-reduce as reduce-scatter plus all-gather (see `Fabric.all_reduce`). One primitive means one place that counts bytes,
 holds messages back on emulated links, checks frames and turns errors into a result instead of an exception.
 
-How it does not deadlock: all gateways of a rail issue the same exchanges in the same order; each is legal with zero
-bytes for any peer; after a failure a gateway issues none until the next step, and its peers run into a closed
-connection or their time-out, fail too, and everybody meets again at the next quorum.
+gloo sends only once the peer has posted the receive, which costs a round trip when both ends start an exchange
+together. So every gateway keeps two receives per peer posted ahead, of `eager_bytes` each, and a message that fits goes
+out at once, its size in its frame: one trip, and no exchange of counts before. What does not fit is announced by its
+frame and follows when the peer has posted a receive of the right size, a round trip later.
+
+How it does not deadlock: all gateways of a rail issue the same exchanges in the same order, and each waits for the
+messages of all peers before it ends. A gateway is therefore at most one exchange ahead of a peer, for which the peer
+has a receive posted. Each exchange is legal with zero bytes for any peer. After a failure a gateway drops its
+connections; its peers see them closed, fail too, and everybody meets again at the next quorum.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
-from torch.distributed import AllToAllOptions
 
 from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.wire import FRAME_BYTES, KINDS, Frame, kind_name
 
 log = logging.getLogger(__name__)
+
+_EAGER, _ANNOUNCED = 0, 1
+"""Tags of the two kinds of messages."""
+_POSTED = 2
+"""Receives per peer that are posted ahead."""
 
 
 class ExchangeError(RuntimeError):
@@ -38,126 +50,159 @@ class Peers:
     rank: int
 
 
+class RailGroup(Protocol):
+    """What a rail needs of its process group: point-to-point messages, and who its ranks are."""
+
+    peers: Peers
+    generation: int
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        """Start sending."""
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+        """Start receiving."""
+
+    def drop(self) -> None:
+        """Let go of the connections without waiting."""
+
+
 class Rail:
     """Exchanges bytes with the gateways of the other clusters.
 
     Args:
-        group: a (reconfigurable) process group with `alltoall_base`; its ranks are described by `peers`.
+        group: reconfigurable process group; a new `generation` means new connections.
         names: cluster names, for messages.
         meter: counts the bytes.
         timeout_s: longest wait for one exchange.
+        eager_bytes: size of the receives posted ahead, frame included.
         emulator: holds messages back, or None for the links as they are.
     """
 
     def __init__(
         self,
-        group: torch.distributed.ProcessGroup,
+        group: RailGroup,
         *,
         names: tuple[str, ...],
         meter: ByteMeter,
         timeout_s: float,
+        eager_bytes: int,
         emulator: LinkEmulator | None = None,
     ) -> None:
         self.group = group
-        self.peers = Peers((0,), 0)
         self._names = names
         self._meter = meter
         self._timeout = timedelta(seconds=timeout_s)
+        self._eager_bytes = eager_bytes
         self._emulator = emulator
+        self._generation = -1
+        self._posted: dict[int, deque[tuple[torch.Tensor, Any]]] = {}
         self._step = 0
         self._sequence = 0
 
     def begin_step(self, step: int) -> None:
-        """Number the exchanges that follow as those of fleet step `step`."""
+        """Number the exchanges that follow as those of fleet step `step`; after a quorum, post receives anew."""
         self._step, self._sequence = step, 0
+        if self.group.generation != self._generation:
+            self._generation = self.group.generation
+            self._posted = {rank: deque() for rank in self._ranks()}
+            for rank in self._posted:
+                for _ in range(_POSTED):
+                    self._post(rank, torch.empty(self._eager_bytes, dtype=torch.uint8))
 
-    def exchange_counts(self, counts_C: list[int], channel: str) -> list[int]:
-        """Tell every cluster how many rows it will get from us; returns how many each will send us."""
-        send = [torch.tensor([count], dtype=torch.int64).view(torch.uint8) for count in counts_C]
-        received = self._all_to_all("counts", send, [8] * len(counts_C), channel, framing_only=True)
-        return [int(data.view(torch.int64)) if data.numel() else 0 for data in received]
+    def drop(self) -> None:
+        """Close the connections, so that peers need not wait for their time-out; the next quorum makes new ones.
+
+        They close with the last reference to them, posted receives included.
+        """
+        self._posted = {}
+        self.group.drop()
+
+    def _ranks(self) -> list[int]:
+        """Ranks of the process group but our own."""
+        peers = self.group.peers
+        return [rank for rank in range(len(peers.clusters)) if rank != peers.rank]
+
+    def _post(self, rank: int, buffer: torch.Tensor) -> None:
+        self._posted[rank].append((buffer, self.group.recv([buffer], rank, _EAGER)))
 
     def exchange(
-        self, kind: str, send_C: list[torch.Tensor], expect_C: list[int], channel: str
+        self, kind: str, send_C: list[torch.Tensor], channel: str, expect_C: list[int] | None = None
     ) -> list[torch.Tensor]:
         """Send one byte buffer to every cluster and receive one from each.
 
         Args:
             kind: one of `wire.KINDS`.
             send_C: uint8 [n] per cluster index (the own entry is ignored), contiguous, in host memory.
-            expect_C: bytes to come from each cluster index.
             channel: what the meter files it under.
+            expect_C: bytes that must come from each cluster, where this side knows them.
 
         Returns:
-            uint8 [expect_C[c]] per cluster index; empty for the own cluster and for clusters not on the rail.
+            uint8 [n] per cluster index; empty for the own cluster and for clusters not on the rail.
 
         Raises:
-            ExchangeError: a peer is gone, too late, out of step, or the group is not configured.
+            ExchangeError: a peer is gone, too late, or out of step, or it sent another size than expected.
         """
-        return self._all_to_all(kind, send_C, expect_C, channel, framing_only=False)
-
-    def _all_to_all(
-        self, kind: str, send_C: list[torch.Tensor], expect_C: list[int], channel: str, *, framing_only: bool
-    ) -> list[torch.Tensor]:
         self._sequence += 1
         mine = Frame(self._step, self._sequence, KINDS.index(kind))
-        clusters, me = self.peers.clusters, self.peers.rank
-        parts, send_sizes, receive_sizes = [], [], []
-        for rank, cluster in enumerate(clusters):
-            if rank == me:
-                send_sizes.append(0)
-                receive_sizes.append(0)
-                continue
-            size = send_C[cluster].numel() + FRAME_BYTES
-            stamp = self._emulator.reserve(cluster, size) if self._emulator else 0.0
-            parts += [Frame(mine.step, mine.sequence, mine.kind, stamp).encode(), send_C[cluster]]
-            send_sizes.append(size)
-            receive_sizes.append(expect_C[cluster] + FRAME_BYTES)
-        outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        incoming = torch.empty(sum(receive_sizes), dtype=torch.uint8)
-        self._run(outgoing, incoming, send_sizes, receive_sizes, mine)
-
         received = [torch.empty(0, dtype=torch.uint8) for _ in self._names]
         deliver_at_s = 0.0
-        offset = 0
-        for rank, cluster in enumerate(clusters):
-            if rank == me:
-                continue
-            frame = self._checked_frame(incoming[offset : offset + FRAME_BYTES], cluster, mine)
-            deliver_at_s = max(deliver_at_s, frame.deliver_at_s)
-            received[cluster] = incoming[offset + FRAME_BYTES : offset + receive_sizes[rank]]
-            offset += receive_sizes[rank]
-            sent = 0 if framing_only else send_sizes[rank] - FRAME_BYTES
-            got = 0 if framing_only else receive_sizes[rank] - FRAME_BYTES
-            framing = send_sizes[rank] if framing_only else FRAME_BYTES
-            self._meter.count(cluster, channel, sent=sent, received=got, framing=framing)
+        try:
+            sends = [work for rank in self._ranks() for work in self._send(rank, mine, send_C)]
+            for rank in self._ranks():
+                cluster = self.group.peers.clusters[rank]
+                frame, data = self._receive(rank, mine)
+                if expect_C is not None and frame.size != expect_C[cluster]:
+                    raise ExchangeError(
+                        f"cluster {self._names[cluster]} sent {frame.size} bytes in {self._place(mine)}, "
+                        f"expected {expect_C[cluster]}"
+                    )
+                received[cluster] = data
+                deliver_at_s = max(deliver_at_s, frame.deliver_at_s)
+                sent = send_C[cluster].numel()
+                self._meter.count(cluster, channel, sent=sent, received=frame.size, framing=FRAME_BYTES)
+            for work, _ in sends:
+                work.wait(self._timeout)
+        except ExchangeError:
+            raise
+        except Exception as error:  # gloo raises RuntimeError, torchft its own; all of them mean: no exchange
+            raise ExchangeError(f"{self._place(mine)} failed: {first_line(error)}") from error
         if self._emulator:
             time.sleep(max(0.0, deliver_at_s - time.monotonic()))
         return received
 
-    def _run(
-        self,
-        outgoing: torch.Tensor,
-        incoming: torch.Tensor,
-        send_sizes: list[int],
-        receive_sizes: list[int],
-        mine: Frame,
-    ) -> None:
-        if len(send_sizes) == 1:
-            return
-        options = AllToAllOptions()
-        options.timeout = self._timeout
-        try:
-            work = self.group.alltoall_base(incoming, outgoing, receive_sizes, send_sizes, options)
-            completed = work.wait(self._timeout)
-        except Exception as error:  # gloo raises RuntimeError, torchft its own; all of them mean: no exchange
-            raise ExchangeError(
-                f"{kind_name(mine.kind)} exchange {mine.sequence} of step {mine.step} failed: {first_line(error)}"
-            ) from error
-        if completed is False:
-            raise ExchangeError(
-                f"{kind_name(mine.kind)} exchange {mine.sequence} of step {mine.step} timed out"
-            )
+    def _send(self, rank: int, mine: Frame, send_C: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+        """Start sending to one peer; returns works with the buffers they read from."""
+        cluster = self.group.peers.clusters[rank]
+        data = send_C[cluster]
+        fits = data.numel() + FRAME_BYTES <= self._eager_bytes
+        stamp = 0.0
+        if self._emulator:
+            stamp = self._emulator.reserve(cluster, data.numel() + FRAME_BYTES, announced=not fits)
+        head = Frame(mine.step, mine.sequence, mine.kind, data.numel(), stamp).encode()
+        if fits:
+            message = torch.cat([head, data])
+            return [(self.group.send([message], rank, _EAGER), message)]
+        return [
+            (self.group.send([head], rank, _EAGER), head),
+            (self.group.send([data], rank, _ANNOUNCED), data),
+        ]
+
+    def _receive(self, rank: int, mine: Frame) -> tuple[Frame, torch.Tensor]:
+        """The next message of one peer, which must belong to the exchange `mine`."""
+        if not self._posted.get(rank):
+            raise ExchangeError("the rail is not connected")
+        buffer, work = self._posted[rank].popleft()
+        work.wait(self._timeout)
+        frame = self._checked_frame(buffer, self.group.peers.clusters[rank], mine)
+        if frame.size + FRAME_BYTES <= self._eager_bytes:
+            data = buffer[FRAME_BYTES : FRAME_BYTES + frame.size].clone()
+            self._post(rank, buffer)
+            return frame, data
+        data = torch.empty(frame.size, dtype=torch.uint8)
+        announced = self.group.recv([data], rank, _ANNOUNCED)
+        self._post(rank, buffer)
+        announced.wait(self._timeout)
+        return frame, data
 
     def _checked_frame(self, data: torch.Tensor, cluster: int, mine: Frame) -> Frame:
         try:
@@ -166,10 +211,13 @@ class Rail:
             raise ExchangeError(f"cluster {self._names[cluster]} sent something else: {error}") from error
         if not frame.agrees(mine):
             raise ExchangeError(
-                f"cluster {self._names[cluster]} is at exchange {frame.sequence} ({kind_name(frame.kind)}) of step "
-                f"{frame.step}, this cluster at exchange {mine.sequence} ({kind_name(mine.kind)}) of step {mine.step}"
+                f"cluster {self._names[cluster]} is at {self._place(frame)}, this cluster at {self._place(mine)}"
             )
         return frame
+
+    @staticmethod
+    def _place(frame: Frame) -> str:
+        return f"exchange {frame.sequence} ({kind_name(frame.kind)}) of step {frame.step}"
 
 
 def first_line(error: object) -> str:

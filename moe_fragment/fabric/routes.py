@@ -1,12 +1,12 @@
 """Routes: the way a batch of rows took to the other clusters, kept so that answers and gradients go the same way.
 
 Dispatch opens a route and sends rows along it, combine comes back along it; in backward, the gradient of combine goes
-forward and the gradient of dispatch comes back. Row counts therefore cross once per layer and direction of travel.
+forward and the gradient of dispatch comes back. How many rows arrive follows from the size of the first message.
 
 How it does not deadlock: the steps of a transfer are (1) lane members tell each other their counts, (2) rows are
-gathered at the gateway, (3) gateways exchange counts, (4) gateways exchange rows, (5) the gateway tells its lane what
-arrived, (6) rows are scattered. Steps 1, 2, 5 and 6 happen on every member whatever became of 3 and 4: a failed
-exchange is "no rows arrived" (forward) or zeros (reverse), never an exception half-way.
+gathered at the gateway, (3) gateways exchange rows, (4) the gateway tells its lane what arrived, (5) rows are
+scattered. Steps 1, 2, 4 and 5 happen on every member whatever became of 3: a failed exchange is "no rows arrived"
+(forward) or zeros (reverse), never an exception half-way.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ class RouteTable:
         if route.failed or not self._healthy():
             return None
         try:
-            if opening:
-                totals = [sum(column) for column in zip(*route.lane_sent_LC, strict=True)]
-                route.gateway_arrived_C = self.rail.exchange_counts(totals, channel)
-            expect = [count * row_bytes for count in route.gateway_arrived_C]
-            return self.rail.exchange("dispatch", send_C, expect, channel)
+            expect_C = None if opening else [count * row_bytes for count in route.gateway_arrived_C]
+            arrived_C = self.rail.exchange("dispatch", send_C, channel, expect_C)
         except ExchangeError as error:
             self._on_failure(error)
             return None
+        if opening:
+            route.gateway_arrived_C = [part.numel() // row_bytes for part in arrived_C]
+        return arrived_C
 
     def _announce(self, route: Route, *, ok: bool) -> None:
         """Tell the lane what arrived at its gateway, and cut each member's share out of it."""
@@ -156,8 +156,8 @@ class RouteTable:
                 answers = self.rail.exchange(
                     "combine",
                     [part.reshape(-1) for part in send_C],
-                    [total * row_bytes for total in totals],
                     channel,
+                    [total * row_bytes for total in totals],
                 )
             except ExchangeError as error:
                 self._on_failure(error)
