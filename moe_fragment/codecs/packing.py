@@ -28,7 +28,7 @@ class RowLayout:
             tensor.detach()
             .to(device="cpu", dtype=dtype)
             .contiguous()
-            .view(-1)  # an empty tensor counts as contiguous even with stride 0, which cannot be viewed as bytes
+            .view(-1)  # an empty tensor counts as contiguous whatever its stride, but not as bytes
             .view(torch.uint8)
             .view(-1, width * dtype.itemsize)
             for tensor, (width, dtype) in zip(tensors, self.columns, strict=True)

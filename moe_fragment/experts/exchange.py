@@ -7,7 +7,8 @@ creation, so the local experts' backward, created between dispatch's two nodes, 
 
 Dispatch sends hidden vectors, expert ids and routing weights along a new route; its backward brings the gradients of
 vectors and weights back. Combine answers along the route; its backward goes forward along it. No row counts are
-exchanged again.
+exchanged again, not by the recompute of a checkpointed layer either: it sends its rows along the first forward's route,
+so that what arrives has the same shape even after a failed exchange.
 """
 
 from __future__ import annotations
@@ -31,16 +32,26 @@ class Exchange:
         width: D, width of a hidden vector.
         top_k: K, experts per token.
         dtype: of hidden vectors, weights_dtype of routing weights; both travel as they are.
+        route: of the forward that this one repeats, None to open one.
     """
 
     def __init__(
-        self, fabric: Fabric, *, width: int, top_k: int, dtype: torch.dtype, weights_dtype: torch.dtype
+        self,
+        fabric: Fabric,
+        *,
+        width: int,
+        top_k: int,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+        route: Route | None = None,
     ) -> None:
         self.fabric = fabric
         self.vectors = RowLayout(((width, dtype),))
         self.dispatched = RowLayout(((width, dtype), (top_k, ID_DTYPE), (top_k, weights_dtype)))
         self.gradients = RowLayout(((width, dtype), (top_k, weights_dtype)))
-        self.route: Route | None = None
+        self.route = route
+        self.spent = False
+        """Whether it has been recomputed, or its backward is through."""
         self.pending: Transfer[Any] | None = None
         self.ids_MK: torch.Tensor | None = None
 
@@ -88,13 +99,18 @@ class _DispatchStart(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.exchange, ctx.device = exchange, rows_ND.device
         packed = exchange.dispatched.pack(rows_ND, ids_NK, weights_NK)
-        exchange.pending = exchange.fabric.open_route(packed, sent_C)
+        if exchange.route is None:
+            exchange.pending = exchange.fabric.open_route(packed, sent_C)
+        else:
+            assert exchange.route.sent_C == sent_C, "a recompute must route as its forward did"
+            exchange.pending = exchange.fabric.forward(exchange.route, packed, "dispatch")
         return rows_ND.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_ticket_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange: Exchange = ctx.exchange
         grad_rows_ND, grad_weights_NK = exchange.gradients.unpack(exchange.wait(), ctx.device)
+        exchange.spent = True
         return grad_rows_ND, grad_weights_NK, None, None, None
 
 
@@ -102,7 +118,9 @@ class _DispatchWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange = exchange
-        exchange.route, packed = exchange.wait()
+        packed = exchange.wait()
+        if exchange.route is None:
+            exchange.route, packed = packed
         rows_MD, ids_MK, weights_MK = exchange.dispatched.unpack(packed, ticket.device)
         exchange.ids_MK = ids_MK.long()
         return rows_MD, weights_MK

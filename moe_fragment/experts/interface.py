@@ -56,7 +56,8 @@ def experts(
     """This cluster's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if not module.num_experts:  # a cluster without experts still takes part in every exchange, backward included
+    # A cluster without experts still takes part in every exchange, backward included.
+    if not module.num_experts:
         return hidden_TD * (0.0 * weights_TK.sum(dim=-1, keepdim=True)).to(hidden_TD.dtype)
     name = FP64_IMPLEMENTATION if hidden_TD.dtype == torch.float64 else LOCAL_IMPLEMENTATION
     return ALL_EXPERTS_FUNCTIONS[name](module, hidden_TD, slots_TK, weights_TK)

@@ -6,6 +6,7 @@ clusters (one per token and remote cluster), M rows that arrived from other clus
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,8 @@ class ExpertPath:
         self.placement = placement
         self.layer = layer
         self.statistics = statistics
+        self._exchanges: list[weakref.ref[Exchange]] = []
+        """Those whose backward is to come, in order; they live as long as their autograd graphs."""
 
     def dispatch_preprocess(self, ids_TK: torch.Tensor, *, training: bool) -> Dispatch:
         """Decide which tokens go where: one row per (token, remote cluster), grouped by cluster."""
@@ -93,16 +96,33 @@ class ExpertPath:
         self, dispatch: Dispatch, hidden_TD: torch.Tensor, weights_TK: torch.Tensor
     ) -> tuple[Exchange, torch.Tensor]:
         """Start sending; returns the exchange and its ticket."""
+        repeated = self._repeated() if in_recompute() else None
         exchange = Exchange(
             self.fabric,
             width=hidden_TD.shape[1],
             top_k=weights_TK.shape[1],
             dtype=hidden_TD.dtype,
             weights_dtype=weights_TK.dtype,
+            route=repeated.route if repeated is not None else None,
         )
+        if torch.is_grad_enabled() and not in_recompute():
+            self._exchanges = [held for held in self._exchanges if _awaits_backward(held())]
+            self._exchanges.append(weakref.ref(exchange))
         rows_ND = hidden_TD.index_select(0, dispatch.token_N)
         weights_NK = weights_TK.index_select(0, dispatch.token_N) * dispatch.meant_NK
         return exchange, exchange.token_dispatch(rows_ND, dispatch.ids_NK, weights_NK, dispatch.sent_C)
+
+    def _repeated(self) -> Exchange | None:
+        """The forward that a recompute repeats: micro-batches go backward in the order in which they went forward.
+
+        None under reentrant checkpointing, whose first forward leaves no graph: its recompute is the real forward.
+        """
+        for held in self._exchanges:
+            exchange = held()
+            if exchange is not None and _awaits_backward(exchange):
+                exchange.spent = True
+                return exchange
+        return None
 
     def dispatch_postprocess(
         self, exchange: Exchange, ticket: torch.Tensor
@@ -125,3 +145,7 @@ class ExpertPath:
     ) -> torch.Tensor:
         """Wait for the answers and add them to this cluster's own sums: [T, D]."""
         return exchange.combined(ticket, local_TD, dispatch.token_N, dispatch.sent_C)
+
+
+def _awaits_backward(exchange: Exchange | None) -> bool:
+    return exchange is not None and not exchange.spent
