@@ -13,7 +13,7 @@ from tests.fleet.harness import Fleets
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 """Of a test; above the harness's own time-outs, whose messages are better."""
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from moe_fragment.topology import Topology
 
 NAMES = ("ada", "bob", "cyd")
-START_TIMEOUT_S = 90.0
-CASE_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
+CASE_TIMEOUT_S = 180.0
 GRACE_S = 8.0
 """How long the other ranks may go on after one has raised; usually they wait for it in vain."""
 LOG_LINES = 60
