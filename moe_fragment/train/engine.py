@@ -55,15 +55,24 @@ def check_deepspeed_config(config: Mapping[str, Any], where: str) -> None:
     for field, instead in FLEET_FIELDS.items():
         if config.get(field):
             raise ConfigError(f"{where}: {field}: is decided fleet-wide; set {instead} in the recipe")
-    zero = config.get("zero_optimization", {})
+    zero = _section(config, "zero_optimization", where)
     stage = zero.get("stage", 0)
     if stage not in (1, 3):
         raise ConfigError(f"{where}: zero_optimization.stage: expected 1 or 3, got {stage}")
     for device in ("offload_optimizer", "offload_param"):
-        if zero.get(device, {}).get("device", "none") != "none":
+        if _section(zero, device, f"{where}: zero_optimization").get("device", "none") != "none":
             raise ConfigError(f"{where}: zero_optimization.{device}: offloading is not supported")
-    if config.get("fp16", {}).get("enabled"):
+    if _section(config, "fp16", where).get("enabled"):
         raise ConfigError(f"{where}: fp16.enabled: fp16 is not supported, use bf16 or fp32")
+
+
+def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{where}: {name}: expected a mapping of fields, got {section!r}")
+    return section
 
 
 def parameter_groups(model: nn.Module, fragmented: Fragmented, weight_decay: float) -> list[dict[str, Any]]:

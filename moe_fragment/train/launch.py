@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,8 @@ from moe_fragment.fabric import Coordinator
 from moe_fragment.observe import RunLog, RunLogError
 from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
+from moe_fragment.train.checkpoint import saved_steps
+from moe_fragment.train.model import check_model
 from moe_fragment.train.progress import Progress
 from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.world import free_port
@@ -32,6 +34,8 @@ from moe_fragment.train.world import free_port
 _POLL_S = 0.5
 _GRACE_S = 10.0
 _SHOWN_LINES = 25
+_OUR_LINES = 3
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LaunchError(RuntimeError):
@@ -41,8 +45,11 @@ class LaunchError(RuntimeError):
 @dataclass
 class _Launcher:
     cluster: str
+    ranks: int
     process: subprocess.Popen[bytes]
     log: Path
+    start: int
+    """Where in the log this launch begins; earlier ones wrote before it."""
 
 
 def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) -> dict[str, Any]:
@@ -68,8 +75,14 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
             f"hosts by `deepspeed --hostfile ... recipes/pretrain.py --recipe {recipe_path} --cluster NAME "
             f"--coordinator HOST:PORT`"
         )
-    _prepare_deepspeed()
     run = Path(recipe.out) / recipe.name
+    if _is_complete(run, recipe, topology):
+        return result(run)
+    try:
+        check_model(recipe, topology)
+    except ConfigError as error:
+        raise ConfigError(f"{recipe_path}: {error}") from None
+    _prepare_deepspeed()
     hosted = None
     if topology.coordinator is None:
         hosted = Coordinator(
@@ -80,15 +93,18 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
     address = hosted.address if hosted is not None else topology.coordinator
     assert address is not None
     launchers: list[_Launcher] = []
+    failed = None
     with _stop_on_signals():
         try:
             for name, size in zip(topology.names, topology.sizes, strict=True):
                 launchers.append(_start(recipe_path, overrides, run / name, name, size, address))
-            _watch(launchers, recipe, run, topology, quiet=quiet)
+            failed = _watch(launchers, recipe, run, topology, quiet=quiet)
         finally:
             _stop(launchers)
             if hosted is not None:
                 hosted.close()
+    if failed is not None:
+        raise LaunchError(_story(failed))
     return result(run)
 
 
@@ -97,6 +113,17 @@ def result(run: Path) -> dict[str, Any]:
     summary = RunLog(run).summary()
     keys = ("steps", "tokens", "final_loss", "eval_loss", "wan_bytes", "clusters", "emulated")
     return {"run_dir": str(run), **{key: summary[key] for key in keys}}
+
+
+def _is_complete(run: Path, recipe: Recipe, topology: Topology) -> bool:
+    """Whether this very recipe has been run to its end already, so that there is nothing to start."""
+    for name in topology.names:
+        written = run / name / "recipe.yaml"
+        if recipe.train.steps not in saved_steps(run / name) or not written.is_file():
+            return False
+        if written.read_text(encoding="utf-8") != recipe.dump():
+            return False
+    return True
 
 
 def _prepare_deepspeed() -> None:
@@ -154,50 +181,70 @@ def _start(
         *overrides,
     ]
     with log.open("ab") as output:
+        # A session of its own: Ctrl-C reaches this process only, which then ends the others in order, and the group of
+        # the launcher is the list of its ranks even when the launcher itself is gone.
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_environment()
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,
         )
-    return _Launcher(cluster, process, log)
+        return _Launcher(cluster, size, process, log, output.tell())
 
 
 def _watch(
     launchers: Sequence[_Launcher], recipe: Recipe, run: Path, topology: Topology, *, quiet: bool
-) -> None:
+) -> _Launcher | None:
+    """Wait for all launchers, or for the first that ends badly: that one is returned."""
     view = None if quiet else _View(run, recipe, topology)
     try:
         while any(launcher.process.poll() is None for launcher in launchers):
             failed = [launcher for launcher in launchers if launcher.process.poll() not in (None, 0)]
             if failed:
-                raise LaunchError(_story(failed[0]))
+                return failed[0]
             if view is not None:
                 view.refresh()
             time.sleep(_POLL_S)
         for launcher in launchers:
             if launcher.process.returncode:
-                raise LaunchError(_story(launcher))
+                return launcher
         if view is not None:
             view.refresh()
+        return None
     finally:
         if view is not None:
             view.close()
 
 
 def _story(launcher: _Launcher) -> str:
-    lines = launcher.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    ours = [line for line in lines if line.startswith("moe-fragment:")]
-    shown = ours[-3:] if ours else lines[-_SHOWN_LINES:]
+    """Who ended, how, and why as far as its log tells."""
+    with launcher.log.open("rb") as file:
+        file.seek(launcher.start)
+        lines = file.read().decode(errors="replace").splitlines()
     code = launcher.process.returncode
-    text = "\n  ".join(shown)
-    return f"cluster {launcher.cluster} ended with code {code}; {launcher.log} says:\n  {text}"
+    ended = f"with code {code}"
+    if code > 128 and 256 - code in set(signal.Signals):  # as the deepspeed launcher passes on a rank's -9
+        ended = f"because a rank was killed ({signal.Signals(256 - code).name})"
+        if launcher.ranks == 1:
+            ended = ended.replace("a rank", "its rank 0")
+    ours = [line for line in lines if line.startswith("moe-fragment:")]
+    shown = "\n  ".join(dict.fromkeys(ours[:_OUR_LINES] or lines[-_SHOWN_LINES:]))
+    return f"cluster {launcher.cluster} ended {ended}; {launcher.log} says:\n  {shown}"
 
 
 def _stop(launchers: Sequence[_Launcher]) -> None:
-    """End every process that is left, with its children."""
-    processes: list[psutil.Process] = []
-    for launcher in launchers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(launcher.process.pid)
-            processes += [*parent.children(recursive=True), parent]
+    """End every process that is left: all of the launchers' sessions."""
+    _ignore_signals()
+    groups = {launcher.process.pid for launcher in launchers}
+    processes = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if os.getsid(process.pid) in groups:
+                processes.append(process)
+    # The launchers last: they kill hard whom they see dying.
+    processes.sort(key=lambda process: process.pid in groups)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -210,17 +257,25 @@ def _stop(launchers: Sequence[_Launcher]) -> None:
 
 
 @contextlib.contextmanager
-def _stop_on_signals():  # type: ignore[no-untyped-def]
-    """SIGTERM ends the launch the way Ctrl-C does: through the clean-up."""
+def _stop_on_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the launch the way Ctrl-C does: through the clean-up."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
+        _ignore_signals()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """Nothing may interrupt the clean-up: whoever is not ended there trains on alone."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _View:

@@ -13,7 +13,7 @@ from moe_fragment.fabric import FleetError
 from moe_fragment.schema import ConfigError
 from moe_fragment.train.peers import PeerWatch
 from moe_fragment.train.recipe import Recipe
-from moe_fragment.train.world import World, WorldError, find_world
+from moe_fragment.train.world import World, WorldError, find_world, release_shared_buffers
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _end(message: str, code: int, watch: PeerWatch | None) -> None:
-    if code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+    # Bad input is the same for all ranks of a launcher until they have joined, and of a cluster afterwards.
+    first = watch.this.rank == 0 if watch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+    if code == 1 or first:
         sys.stderr.write(message.rstrip() + "\n")
     if watch is not None:
         watch.report()
@@ -84,6 +86,7 @@ def _train(recipe: Recipe, world: World, watch: PeerWatch) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    release_shared_buffers()
     run = ClusterRun(recipe, world, watch)
     try:
         run.train()

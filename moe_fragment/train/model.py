@@ -9,8 +9,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
+from moe_fragment.models.fragment import expert_layers
+from moe_fragment.placement import Placement
 from moe_fragment.schema import ConfigError
-from moe_fragment.train.recipe import ModelConfig
+from moe_fragment.topology import Topology
+from moe_fragment.train.recipe import ModelConfig, Recipe
+from moe_fragment.train.tokenizer import load_tokenizer
 from moe_fragment.train.zero import expert_name
 
 _UNDECLARED = {"head_dim"}
@@ -61,9 +65,7 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
                 config.pretrained, dtype=torch.float32, attn_implementation=config.attention
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model.pretrained: {config.pretrained!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
-            ) from None
+            raise _cannot_load(config.pretrained, error) from None
     else:
         torch.manual_seed(config.seed)
         model = AutoModelForCausalLM.from_config(
@@ -74,6 +76,48 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def place_model(model: Any, recipe: Recipe, topology: Topology) -> Placement:
+    """Which cluster holds which expert of the model.
+
+    Raises:
+        ConfigError: the model has no experts that can be placed, or the placement does not fit.
+    """
+    try:
+        layers = expert_layers(model)
+    except ValueError as error:
+        raise ConfigError(f"model.architecture: {error}") from None
+    return recipe.place(
+        topology, num_experts=layers[0].module.num_experts, layers=[layer.index for layer in layers]
+    )
+
+
+def check_model(recipe: Recipe, topology: Topology) -> None:
+    """Refuse a model or placement that cannot be, before anybody waits for anybody; makes no weights.
+
+    Raises:
+        ConfigError: see `build_model` and `place_model`.
+    """
+    if recipe.model.pretrained:
+        try:
+            configuration = AutoConfig.from_pretrained(recipe.model.pretrained)
+        except (OSError, ValueError) as error:
+            raise _cannot_load(recipe.model.pretrained, error) from None
+    else:
+        configuration = model_configuration(recipe.model, load_tokenizer(recipe.data.tokenizer))
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(configuration)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from None
+    place_model(model, recipe, topology)
+
+
+def _cannot_load(pretrained: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.pretrained: {pretrained!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
+    )
 
 
 def parameter_shapes(model: Any) -> dict[str, list[int]]:

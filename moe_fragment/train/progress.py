@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from tqdm import tqdm
@@ -38,7 +39,7 @@ class Progress:
 
     def note(self, message: str) -> None:
         """A line above the bar."""
-        self._bar.write(message)
+        self._bar.write(message, file=sys.stderr)  # tqdm's own choice, standard output, belongs to --json
 
     def close(self) -> None:
         """Leave the bar as it is."""

@@ -18,7 +18,7 @@ from moe_fragment.placement import Placement, PlacementError, place_experts
 from moe_fragment.placement.policies import Policy
 from moe_fragment.schema import ConfigError, Count, FieldError, Section, explain, load_yaml
 from moe_fragment.topology import Topology
-from moe_fragment.train.data import DataConfig
+from moe_fragment.train.data import DataConfig, Weight
 from moe_fragment.train.engine import check_deepspeed_config, load_deepspeed_config
 
 
@@ -86,13 +86,13 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run."""
     batch: Count
     """Sequences per step over the whole fleet."""
-    shares: dict[str, float] | None = None
+    shares: dict[str, Weight] | None = None
     """Cluster to its part of the batch, relative to the others; 0 is allowed. Default: by ranks."""
     accumulation: Count = 1
     """Micro-batches per step, the same on every rank. Default 1."""
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0, allow_inf_nan=False)
     """Peak learning rate of AdamW. Default 3e-4."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
+    min_learning_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Where the schedule ends. Default 0."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up. Default 0."""
@@ -100,11 +100,11 @@ class TrainConfig(Section):
     """From the peak to the end, over `steps`. Default cosine."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Of AdamW. Default (.9, .95), usual for language models."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Of AdamW. Default 1e-8."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Of matrices, not of norms and biases. Default .1."""
-    clip_norm: float = Field(default=1.0, ge=0)
+    clip_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Largest gradient norm of the whole model (trunk once, each expert once); 0 for none. Default 1."""
     eval_every: int = Field(default=0, ge=0)
     """Evaluate each that many steps, and at the end; 0 for the end only. Default 0."""
@@ -220,7 +220,7 @@ class Recipe(Section):
         """Sequences per step of each cluster; they add up to `train.batch`.
 
         Raises:
-            ValueError: shares leave out a cluster, are negative, or all zero.
+            ValueError: shares leave out a cluster, or are all zero.
         """
         shares = self.train.shares
         if shares is None:
@@ -230,8 +230,8 @@ class Recipe(Section):
             if missing:
                 raise ValueError(f"train.shares.{missing[0]}: required, but not given")
             weights = [shares[name] for name in topology.names]
-            if min(weights) < 0 or not any(weights):
-                raise ValueError(f"train.shares: expected numbers of at least 0, not all 0, got {weights}")
+            if not any(weights):
+                raise ValueError(f"train.shares: expected one of them above 0, got {weights}")
         return split_batch(self.train.batch, weights)
 
     def place(self, topology: Topology, *, num_experts: int, layers: Sequence[int]) -> Placement:
@@ -262,10 +262,16 @@ class Recipe(Section):
         return placement
 
     def facts(self) -> dict[str, Any]:
-        """What clusters compare when they join, by dotted section: everything but paths and addresses."""
+        """What clusters compare when they join, by dotted name: everything but paths and addresses."""
         topology = self.fleet()
-        facts = {f"recipe {name}": value for name, value in self.model_dump(mode="json").items()}
-        del facts["recipe out"]
+        facts: dict[str, Any] = {}
+        for section, value in self.model_dump(
+            mode="json", exclude={"out": True, "data": {"cache_dir"}}
+        ).items():
+            if isinstance(value, dict) and section != "topology":
+                facts |= {f"recipe {section}.{field}": inner for field, inner in value.items()}
+            else:
+                facts[f"recipe {section}"] = value
         facts["recipe topology"] = [list(topology.names), list(topology.sizes), topology.num_rails]
         return facts
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, connect
-from moe_fragment.models.fragment import expert_layers, fragment
+from moe_fragment.models.fragment import fragment
 from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, RunWriter
 from moe_fragment.observe.layout import SCHEMA_FILE
 from moe_fragment.schema import ConfigError
@@ -23,7 +23,7 @@ from moe_fragment.train.engine import build_engine
 from moe_fragment.train.evaluation import evaluate
 from moe_fragment.train.loss import Batch
 from moe_fragment.train.measure import Measurements, measure
-from moe_fragment.train.model import build_model, parameter_shapes
+from moe_fragment.train.model import build_model, check_model, parameter_shapes, place_model
 from moe_fragment.train.peers import Peer, PeerWatch
 from moe_fragment.train.progress import Progress
 from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_random_state, seed_everything
@@ -53,6 +53,7 @@ class ClusterRun:
         self.world = world
         self.topology: Topology = recipe.fleet()
         self.index = self.topology.index(world.cluster)
+        check_model(recipe, self.topology)
         self.data = ClusterData(recipe.data, self.topology.names, self.index)
         self.fabric: Fabric = connect(
             self.topology,
@@ -91,12 +92,7 @@ class ClusterRun:
     def _build(self) -> None:
         recipe, train = self.recipe, self.recipe.train
         model = build_model(recipe.model, self.data.tokenizer)
-        layers = expert_layers(model)
-        self.placement = recipe.place(
-            self.topology,
-            num_experts=layers[0].module.num_experts,
-            layers=[layer.index for layer in layers],
-        )
+        self.placement = place_model(model, recipe, self.topology)
         self.model_config = model.config.to_dict()
         fragment(model, self.placement, self.fabric)
         self.shapes = parameter_shapes(model)

@@ -14,10 +14,11 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_fragment.fabric import Coordinator
+from moe_fragment.fabric import Coordinator, FleetError
 from moe_fragment.topology import Topology
 
 _LEAVE_S = 30.0
@@ -122,13 +123,19 @@ def _split_world(
     hosted = None
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     if rank == 0:
-        hosted = Coordinator(
-            len(topology.names),
-            host=host,
-            port=port,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            join_timeout_s=quorum_timeout_s,
-        )
+        try:
+            hosted = Coordinator(
+                len(topology.names),
+                host=host,
+                port=port,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                join_timeout_s=quorum_timeout_s,
+            )
+        except FleetError as error:
+            raise WorldError(
+                f"port {port} of {host} is taken, perhaps by another run; give the deepspeed launcher another "
+                f"--master_port ({error})"
+            ) from None
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
     if local_rank == 0:
         store.set(f"rendezvous/{name}", f"{_own_address(host)}:{free_port()}")
@@ -157,6 +164,19 @@ def _own_address(master: str) -> str:
         if socket.gethostbyname(master).startswith("127."):
             return master
     return socket.gethostname()
+
+
+def release_shared_buffers() -> None:
+    """Take away the names of DeepSpeed's shared-memory buffers; collective, right after `init_distributed`.
+
+    Its CPU collectives leave a buffer of 69 MB per rank in /dev/shm for ever. Every rank has mapped all of them by now,
+    and without a name they go with the last process, even if that is killed.
+    """
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    own = Path("/dev/shm") / f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}"
+    if own.exists():
+        dist.barrier()
+        own.unlink(missing_ok=True)
 
 
 def free_port() -> int:

@@ -1,0 +1,356 @@
+"""The three ways to launch a fleet, as a person types them: the same training, clear endings, nothing left behind.
+
+The fleet is 2 + 1 ranks. Everything that has to run to its end is started at once in one fixture, which is itself the
+test that runs on one machine do not collide (pytorch#126510).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import yaml
+
+from moe_fragment.train.world import free_port
+from tests.train.runs import ROOT, recipe_for
+
+STEPS = 6
+BIN = Path(sys.executable).parent
+PRETRAIN = ROOT / "recipes" / "pretrain.py"
+QUICK = {"heartbeat_timeout": "5 s", "exchange_timeout": "15 s", "quorum_timeout": "30 s"}
+RUN_S = 150.0
+
+
+class Command:
+    """A command in a session of its own, its output in files."""
+
+    running: ClassVar[list[Command]] = []
+
+    def __init__(self, home: Path, *words: object) -> None:
+        index = len(list(home.glob("*.out")))
+        self.out, self.err = home / f"{index}.out", home / f"{index}.err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [str(BIN / str(words[0])), *map(str, words[1:])],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                cwd=home,
+                env={
+                    **os.environ,
+                    "DS_ACCELERATOR": "cpu",
+                    "OMP_NUM_THREADS": "1",
+                    "PATH": f"{BIN}:{os.environ['PATH']}",
+                },
+                start_new_session=True,
+            )
+        Command.running.append(self)
+
+    def ends(self, within_s: float = RUN_S) -> int:
+        """Its exit code."""
+        return self.process.wait(within_s)
+
+    @property
+    def said(self) -> str:
+        """Everything it wrote."""
+        return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
+
+    @property
+    def json(self) -> Any:
+        """What it wrote to standard output."""
+        return json.loads(self.out.read_text())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Directory of all recipes and runs here; no process that names it may outlive the tests."""
+    home = tmp_path_factory.mktemp("launch")
+    yield home
+    left = belonging_to(home)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for command in Command.running:
+        command.process.wait()
+    assert left == []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(home: Path) -> Iterator[None]:
+    """After every test, no process and no shared memory; a process that has been told to end gets a moment."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    until(lambda: not belonging_to(home), 5.0, lambda: f"still there: {belonging_to(home)}")
+    ours = [name for name in set(os.listdir("/dev/shm")) - before if "127.0.0.1" in name]
+    assert ours == []  # test fleets call their master localhost
+
+
+def belonging_to(home: Path) -> list[psutil.Process]:
+    """Processes that work in `home`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()) == home:
+                found.append(process)
+    return found
+
+
+def until(ready: Callable[[], Any], within_s: float, story: Callable[[], str]) -> Any:
+    """Poll until `ready()` is true; returns what it returned."""
+    deadline = time.monotonic() + within_s
+    while not (found := ready()):
+        assert time.monotonic() < deadline, story()
+        time.sleep(0.1)
+    return found
+
+
+def write(
+    home: Path, name: str, *, sizes: tuple[int, ...] = (2, 1), fabric: Any = None, **train: Any
+) -> Path:
+    """A recipe file in `home`."""
+    fields = {"steps": STEPS, "checkpoint_every": 2, "eval_every": 3, **train}
+    recipe = recipe_for(home, name=name, sizes=sizes, sections={"fabric": fabric or {}}, **fields)
+    path = home / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def losses(home: Path, name: str) -> dict[str, list[float]]:
+    """Loss of every step by cluster; a step in the making does not count."""
+    found: dict[str, list[float]] = {}
+    for path in sorted((home / name).glob("*/metrics.jsonl")):
+        lines = path.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        found[path.parent.name] = [row["loss"] for row in rows if "loss" in row]
+    return found
+
+
+@pytest.fixture(scope="module")
+def complete(home: Path) -> dict[str, list[Command]]:
+    """The same recipe under its three ways of launching, all at once, after they have ended."""
+    one, two, three = (write(home, name) for name in ("launched", "together", "apart"))
+    launched = Command(home, "moe-fragment", "launch", one, "--json")
+    port = free_port()
+    together = Command(home, "deepspeed", "--num_gpus", 3, "--master_port", port, PRETRAIN, "--recipe", two)
+    coordinator = Command(home, "moe-fragment", "coordinator", "--clusters", 2, "--json")
+    address = address_of(coordinator)
+    clusters = [one_cluster(home, three, name, ranks, address) for name, ranks in (("bob", 1), ("ada", 2))]
+    found = {"launched": [launched], "together": [together], "apart": clusters}
+    for commands in found.values():
+        for command in commands:
+            assert command.ends() == 0, command.said
+    coordinator.process.terminate()
+    assert coordinator.ends(10.0) == 0
+    return found
+
+
+def address_of(coordinator: Command) -> str:
+    """Where a coordinator listens, once it does."""
+    until(lambda: coordinator.out.read_text().endswith("}\n"), 60.0, lambda: coordinator.said)
+    address: str = coordinator.json["address"]
+    return address
+
+
+def one_cluster(home: Path, recipe: Path, name: str, ranks: int, address: str, *more: object) -> Command:
+    """One cluster of a fleet under a launcher of its own."""
+    return Command(
+        home,
+        "deepspeed",
+        *("--num_gpus", ranks, "--master_port", free_port(), PRETRAIN, "--recipe", recipe),
+        *("--cluster", name, "--coordinator", address, *more),
+    )
+
+
+@pytest.mark.timeout(300)
+def test_three_ways_of_launching_do_the_same_training(complete: dict[str, list[Command]], home: Path) -> None:
+    expected = losses(home, "launched")
+    assert {name: len(values) for name, values in expected.items()} == {"ada": STEPS, "bob": STEPS}
+    for name in ("together", "apart"):
+        found = losses(home, name)
+        difference = max(
+            abs(x - y) for key in expected for x, y in zip(expected[key], found[key], strict=True)
+        )
+        print(f"LAUNCH {name} {difference:.1e}")
+        assert difference <= 1e-6
+
+
+def test_launch_says_what_happened(complete: dict[str, list[Command]], home: Path) -> None:
+    found = complete["launched"][0].json
+    last = [losses(home, "launched")[name][-1] for name in ("ada", "bob")]
+    assert Path(found["run_dir"]) == home / "launched"
+    assert (found["steps"], found["tokens"]) == (STEPS, STEPS * 5 * 16)
+    assert found["final_loss"] == pytest.approx((3 * last[0] + 2 * last[1]) / 5)
+    assert found["clusters"] == ["ada", "bob"]
+    assert set(found["wan_bytes"]) == {"dispatch", "combine", "trunk", "heal"}
+    assert min(found["wan_bytes"][channel] for channel in ("dispatch", "combine", "trunk")) > 0
+    assert found["emulated"] is False
+    assert "evaluation loss" in complete["launched"][0].err.read_text()
+
+
+@pytest.mark.timeout(60)
+def test_report_has_the_promised_numbers(complete: dict[str, list[Command]], home: Path) -> None:
+    report = Command(home, "moe-fragment", "report", home / "together", "--json")
+    assert report.ends(30.0) == 0, report.said
+    found = report.json
+    numbers = (
+        "final_loss",
+        "eval_loss",
+        "steps",
+        "tokens",
+        "tokens_per_second",
+        "remote_fraction",
+        "dedup_ratio",
+    )
+    assert all(found[name] > 0 for name in numbers)
+    assert set(found["wan_bytes"]) >= {"dispatch", "combine", "trunk"}
+    for cluster in ("ada", "bob"):
+        assert {"compute_s", "local_wait_s", "wan_wait_s"} <= found["per_cluster"][cluster].keys()
+    assert found["emulated"] is False
+
+
+@pytest.mark.timeout(60)
+def test_launch_of_a_complete_run_has_nothing_to_do(complete: dict[str, list[Command]], home: Path) -> None:
+    started = time.monotonic()
+    again = Command(home, "moe-fragment", "launch", home / "launched.yaml", "--json")
+    assert again.ends(45.0) == 0, again.said
+    print(f"LAUNCH again {time.monotonic() - started:.1f} s")
+    assert again.json == complete["launched"][0].json
+
+
+def ranks_of(home: Path, name: str) -> dict[tuple[str, int], int]:
+    """Process ids by cluster and rank of a fleet under `moe-fragment launch`, as far as they have started."""
+    found = {}
+    for process in belonging_to(home):
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            local = [word.removeprefix("--local_rank=") for word in words if word.startswith("--local_rank=")]
+            if local and any(word.endswith(f"/{name}.yaml") for word in words) and "-m" not in words[:2]:
+                cluster = words[words.index("--cluster") + 1] if "--cluster" in words else ""
+                found[cluster, int(local[0])] = process.pid
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_launch_leaves_nothing_and_goes_on(
+    complete: dict[str, list[Command]], home: Path, number: signal.Signals
+) -> None:
+    name = f"interrupted-{number.name}"
+    recipe = write(home, name, sizes=(1, 1), steps=4000, checkpoint_every=5)
+    first = Command(home, "moe-fragment", "launch", recipe, "--quiet")
+    checkpoint = home / name / "bob" / "checkpoints" / "step-00000005"
+    until(checkpoint.exists, RUN_S, lambda: first.said)
+    first.process.send_signal(number)
+    assert first.ends(20.0) == 130
+    assert (
+        first.said
+        == "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+    )
+    until(lambda: not belonging_to(home), 2.0, lambda: f"still there: {belonging_to(home)}")
+    if number == signal.SIGINT:
+        steps = [int(path.name[5:]) for path in checkpoint.parent.iterdir() if path.suffix != ".partial"]
+        last = max(steps) + 2
+        second = Command(home, "moe-fragment", "launch", recipe, f"train.steps={last}", "--json")
+        assert second.ends() == 0, second.said
+        assert second.json["steps"] == last
+        events = [json.loads(line) for line in (home / name / "bob/events.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events if event["kind"] == "resumed"] == [max(steps)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["launch", "one launcher"])
+def test_killed_rank_ends_the_launch_and_is_named(
+    complete: dict[str, list[Command]], home: Path, way: str
+) -> None:
+    """Within seconds, with a code that is not 0, by name."""
+    name = f"killed-{way.split()[0]}"
+    recipe = write(home, name, steps=4000, checkpoint_every=5, sizes=(2, 1))
+    if way == "launch":
+        command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
+        victim, sentence = ("ada", 1), r"rank 1 of cluster ada \(pid PID on [^)]*\) died"
+    else:
+        words = ("--num_gpus", 3, "--master_port", free_port(), PRETRAIN, "--recipe", recipe)
+        command = Command(home, "deepspeed", *words)
+        victim, sentence = ("", 2), r"rank 0 of cluster bob \(pid PID on [^)]*\) died"
+    until(lambda: len(losses(home, name).get("bob", [])) > 2, RUN_S, lambda: command.said)
+    pid = ranks_of(home, name)[victim]
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert command.ends(25.0) not in (0, None)
+    print(f"KILLED {way} {time.monotonic() - killed:.1f} s")
+    assert re.search(sentence.replace("PID", str(pid)), command.said), command.said
+
+
+@pytest.mark.timeout(300)
+def test_lone_rank_of_a_cluster_killed(complete: dict[str, list[Command]], home: Path) -> None:
+    """Nobody in its cluster can tell, and the launch still names it."""
+    recipe = write(home, "killed-lone", steps=4000, sizes=(1, 1))
+    command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
+    until(lambda: losses(home, "killed-lone").get("bob"), RUN_S, lambda: command.said)
+    os.kill(ranks_of(home, "killed-lone")["bob", 0], signal.SIGKILL)
+    assert command.ends(25.0) == 1
+    assert "cluster bob ended because its rank 0 was killed (SIGKILL)" in command.said
+
+
+@pytest.mark.timeout(300)
+def test_lost_cluster_costs_no_step(complete: dict[str, list[Command]], home: Path) -> None:
+    """The other cluster saves where it stands before it gives up, and says who is missing."""
+    quick = {"exchange_timeout": "4 s", "quorum_timeout": "6 s", "heartbeat_timeout": "2 s", "max_retries": 0}
+    recipe = write(home, "lost", sizes=(1, 1), steps=4000, checkpoint_every=0, fabric=quick)
+    coordinator = Command(home, "moe-fragment", "coordinator", "--clusters", 2, "--json")
+    address = address_of(coordinator)
+    try:
+        ada, bob = (one_cluster(home, recipe, name, 1, address) for name in ("ada", "bob"))
+        until(lambda: losses(home, "lost").get("ada"), RUN_S, lambda: ada.said)
+        os.killpg(bob.process.pid, signal.SIGKILL)
+        assert ada.ends(60.0) == 1, ada.said
+        assert re.search("^moe-fragment: ", ada.said, re.MULTILINE), ada.said
+        saved = [int(path.name[5:]) for path in (home / "lost" / "ada" / "checkpoints").iterdir()]
+        assert saved == [len(losses(home, "lost")["ada"])]
+    finally:
+        coordinator.process.terminate()
+        coordinator.ends(10.0)
+
+
+@pytest.mark.timeout(300)
+def test_clusters_that_cannot_meet_say_so(complete: dict[str, list[Command]], home: Path) -> None:
+    """All at once: a cluster that never comes, two that were given different recipes, a port that is taken."""
+    slow = {"exchange_timeout": "12 s", "quorum_timeout": "14 s", "join_timeout": "20 s"}
+    recipe = write(home, "unmet", sizes=(1, 1), fabric=slow)
+    coordinators = [Command(home, "moe-fragment", "coordinator", "--clusters", 2, "--json") for _ in range(2)]
+    lonely, meeting = map(address_of, coordinators)
+    port = lonely.rpartition(":")[2]
+    commands = {
+        "alone": one_cluster(home, recipe, "ada", 1, lonely),
+        "ada": one_cluster(home, recipe, "ada", 1, meeting),
+        "bob": one_cluster(home, recipe, "bob", 1, meeting, "train.learning_rate=0.5"),
+        "coordinator": Command(home, "moe-fragment", "coordinator", "--clusters", 2, "--port", port),
+        "together": Command(
+            home, "deepspeed", "--num_gpus", 2, "--master_port", port, PRETRAIN, "--recipe", recipe
+        ),
+    }
+    sentences = {
+        "alone": "cluster bob did not join within 20 s (fabric.join_timeout); 1 of 2 clusters are here",
+        "ada": "clusters ada and bob differ in recipe train.learning_rate: 0.01 against 0.5",
+        "bob": "clusters bob and ada differ in recipe train.learning_rate: 0.5 against 0.01",
+        "coordinator": f"the coordinator cannot listen on port {port}",
+        "together": f"port {port} of 127.0.0.1 is taken, perhaps by another run; give the deepspeed launcher another "
+        "--master_port",
+    }
+    for name, command in commands.items():
+        assert command.ends(120.0) not in (0, None), name
+        assert f"moe-fragment: {sentences[name]}" in command.said, command.said
+    for coordinator in coordinators:
+        coordinator.process.terminate()
+        coordinator.ends(10.0)
