@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from hypothesis import given
@@ -33,7 +34,7 @@ def test_merge_keeps_every_element_where_it_was(cuts: list[int], flats: int, see
     chooser = random.Random(seed)
     runs = [
         Run(low, high - low, chooser.randrange(flats), low + chooser.choice([0, 0, 100]))
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in itertools.pairwise(bounds)
     ]
 
     def places(held: list[Run]) -> dict[int, tuple[int, int]]:
@@ -42,7 +43,7 @@ def test_merge_keeps_every_element_where_it_was(cuts: list[int], flats: int, see
     chooser.shuffle(runs)
     merged = merge(runs)
     assert places(merged) == places(runs)
-    for one, other in zip(merged, merged[1:], strict=False):
+    for one, other in itertools.pairwise(merged):
         continues = (one.flat, one.position + one.size) == (other.flat, other.position)
         assert not continues, "two runs that continue each other were not merged"
 
