@@ -110,7 +110,8 @@ def join_fleet(
     """
     if store.add(f"present/{name}", 1) != 1:
         raise FleetError(
-            f"cluster {name} has joined this fleet already; every cluster needs a name of its own"
+            f"cluster {name} has joined this fleet already: another launcher runs it too, or the coordinator is left "
+            f"over from an earlier start (it serves one start of one fleet)"
         )
     store.set(f"facts/{name}", json.dumps(facts))
     deadline = time.monotonic() + timeout_s

@@ -96,8 +96,11 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
     failed = None
     with _stop_on_signals():
         try:
+            devices = place_ranks(topology, _accelerators())
             for name, size in zip(topology.names, topology.sizes, strict=True):
-                launchers.append(_start(recipe_path, overrides, run / name, name, size, address))
+                launchers.append(
+                    _start(recipe_path, overrides, run / name, name, size, devices[name], address)
+                )
             failed = _watch(launchers, recipe, run, topology, quiet=quiet)
         finally:
             _stop(launchers)
@@ -154,8 +157,43 @@ def _environment() -> dict[str, str]:
     }
 
 
+def _accelerators() -> int:
+    """How many GPUs this machine has; 0 runs on the CPU."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def place_ranks(topology: Topology, accelerators: int) -> dict[str, list[str]]:
+    """The deepspeed launcher's options that give each cluster its ranks, and GPUs no other cluster uses.
+
+    Raises:
+        ConfigError: the machine has GPUs, but fewer than the topology has ranks.
+    """
+    if not accelerators:
+        sizes = zip(topology.names, topology.sizes, strict=True)
+        return {name: ["--num_gpus", str(size)] for name, size in sizes}
+    if accelerators < topology.world_size:
+        raise ConfigError(
+            f"topology.clusters: {topology.world_size} ranks need a GPU each, this machine has {accelerators}; use "
+            f"fewer processes, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        )
+    options, first = {}, 0
+    for name, size in zip(topology.names, topology.sizes, strict=True):
+        chosen = ",".join(str(device) for device in range(first, first + size))
+        options[name] = ["--include", f"localhost:{chosen}"]
+        first += size
+    return options
+
+
 def _start(
-    recipe: Path, overrides: Sequence[str], directory: Path, cluster: str, size: int, coordinator: str
+    recipe: Path,
+    overrides: Sequence[str],
+    directory: Path,
+    cluster: str,
+    size: int,
+    devices: Sequence[str],
+    coordinator: str,
 ) -> _Launcher:
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "launcher.log"
@@ -166,8 +204,7 @@ def _start(
         )
     command = [
         deepspeed,
-        "--num_gpus",
-        str(size),
+        *devices,
         "--master_port",
         str(free_port()),
         "--module",

@@ -216,6 +216,7 @@ class ClusterRun:
     def _one_step(self) -> None:
         """Until a step is committed or given up."""
         retries = 0
+        drawn_from = random_state()
         while True:
             report = self.stepper.step(
                 self.step_number,
@@ -225,6 +226,7 @@ class ClusterRun:
             if report.outcome != FAILED:
                 break
             retries += 1
+            restore_random_state(drawn_from)
             self._event(
                 STEP_DISCARDED, f"step {self.step_number + 1} failed and is tried again: {report.reason}"
             )

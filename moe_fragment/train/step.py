@@ -187,11 +187,11 @@ class Stepper:
         if self.fabric.is_gateway:
             intervals[self.fabric.lane.layout.rail] = square
         trunk = sum(self.fabric.cluster_sum(intervals).tolist())
-        experts = math.fsum(
-            float(flats[shard.flat][shard.position : shard.position + shard.size].double().square().sum())
+        experts = [
+            flats[shard.flat][shard.position : shard.position + shard.size].double().square().sum()
             for shard in self._experts
-        )
-        return trunk, experts
+        ]
+        return trunk, float(torch.stack(experts).sum()) if experts else 0.0
 
     def _fleet_router_load(self) -> torch.Tensor | None:
         """Tokens per expert of the whole fleet [L, E], for the auxiliary-loss-free bias."""
