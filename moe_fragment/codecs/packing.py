@@ -23,24 +23,29 @@ class RowLayout:
         return sum(width * dtype.itemsize for width, dtype in self.columns)
 
     def pack(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """One tensor [n, width] per column to uint8 [n, row_bytes] in host memory."""
+        """One tensor [n, width] per column to uint8 [n, row_bytes] in host memory, pinned when they come from a GPU."""
         parts = [
             tensor.detach()
-            .to(device="cpu", dtype=dtype)
+            .to(dtype)
             .contiguous()
             .view(-1)  # an empty tensor counts as contiguous whatever its stride, but not as bytes
             .view(torch.uint8)
             .view(-1, width * dtype.itemsize)
             for tensor, (width, dtype) in zip(tensors, self.columns, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if rows.device.type == "cpu":
+            return rows
+        host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=rows.device.type == "cuda")
+        return host.copy_(rows)
 
     def unpack(self, rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Inverse of `pack`, on `device`."""
+        """Inverse of `pack`, on `device`, which the rows reach in one copy."""
+        rows = rows.to(device)
         tensors, start = [], 0
         for width, dtype in self.columns:
             size = width * dtype.itemsize
             column = rows[:, start : start + size].clone(memory_format=torch.contiguous_format)
-            tensors.append(column.view(-1).view(dtype).view(-1, width).to(device))
+            tensors.append(column.view(-1).view(dtype).view(-1, width))
             start += size
         return tuple(tensors)

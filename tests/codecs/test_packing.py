@@ -47,3 +47,20 @@ def test_gradients_that_autograd_expanded(rows: int) -> None:
     one, other = layout.unpack(layout.pack(expanded, strided), torch.device("cpu"))
     assert torch.equal(one, expanded)
     assert torch.equal(other, strided)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_of_a_gpu_are_packed_into_pinned_memory_and_come_back() -> None:
+    layout = RowLayout(((8, torch.bfloat16), (2, torch.int16), (2, torch.float32)))
+    device = torch.device("cuda")
+    tensors = (
+        torch.randn(5, 8, device=device).bfloat16(),
+        torch.arange(10, device=device).view(5, 2),
+        torch.rand(5, 2, device=device),
+    )
+    packed = layout.pack(*tensors)
+    assert packed.device.type == "cpu"
+    assert packed.is_pinned()
+    for one, other in zip(layout.unpack(packed, device), tensors, strict=True):
+        assert torch.equal(one, other.to(one.dtype))
