@@ -62,6 +62,7 @@ def _mixtral(options: dict[str, Any]) -> Any:
 
 
 def _fragment(options: dict[str, Any]) -> Any:
+    import moe_fragment.models.register  # noqa: F401
     from moe_fragment.models.configuration import FragmentMoeConfig
     from moe_fragment.models.modeling import FragmentMoeForCausalLM
 

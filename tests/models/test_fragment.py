@@ -70,7 +70,7 @@ def test_a_model_that_does_not_take_the_implementation_is_refused(
 
 
 def test_a_cluster_without_experts_has_nothing_to_train_there(fabric: Fabric) -> None:
-    layers = dict.fromkeys(range(LAYERS), [list(range(8)), []])
+    layers = {layer: [list(range(8)), []] for layer in range(LAYERS)}
     model = fragment(build("mixtral"), placed(layers=layers), fabric)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert len(frozen) == 2 * LAYERS
@@ -109,12 +109,12 @@ def test_looking_for_optimizers_leaves_lazy_objects_alone(fabric: Fabric) -> Non
     [
         (placed(clusters=("ada", "cyd")), r"for clusters \('ada', 'cyd'\), the fabric has \('ada', 'bob'\)"),
         (
-            placed(num_experts=9, layers=dict.fromkeys(range(LAYERS), [[8, 6, 1, 3], HELD[1]])),
+            placed(num_experts=9, layers={layer: [[8, 6, 1, 3], HELD[1]] for layer in range(LAYERS)}),
             "places 9 experts, .* has 8",
         ),
         (placed(layers={0: HELD}), "says nothing about layer 1, which has experts"),
         (placed(layers=dict.fromkeys(range(LAYERS + 1), HELD)), r"layers \[2\], which have none"),
-        (placed(layers=dict.fromkeys(range(LAYERS), [[6, 1, 3, 0], HELD[1]])), "replicates experts"),
+        (placed(layers={layer: [[6, 1, 3, 0], HELD[1]] for layer in range(LAYERS)}), "replicates experts"),
     ],
     ids=["clusters", "experts", "missing layer", "extra layer", "replicated"],
 )
