@@ -16,6 +16,5 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     progress = min(1.0, progress)
     if config.schedule == "constant":
         return high
-    if config.schedule == "linear":
-        return high + (low - high) * progress
-    return low + (high - low) * (1 + math.cos(math.pi * progress)) / 2
+    height = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return height * high + (1 - height) * low  # exact at both ends

@@ -29,7 +29,9 @@ STEPS = 6
 BIN = Path(sys.executable).parent
 PRETRAIN = ROOT / "recipes" / "pretrain.py"
 QUICK = {"heartbeat_timeout": "5 s", "exchange_timeout": "15 s", "quorum_timeout": "30 s"}
-RUN_S = 150.0
+RUN_S = 240.0
+LIMIT_S = 300.0
+"""Far more than any test needs, for machines that are busy with other things."""
 
 
 class Command:
@@ -172,7 +174,7 @@ def one_cluster(home: Path, recipe: Path, name: str, ranks: int, address: str, *
     )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT_S)
 def test_three_ways_of_launching_do_the_same_training(complete: dict[str, list[Command]], home: Path) -> None:
     expected = losses(home, "launched")
     assert {name: len(values) for name, values in expected.items()} == {"ada": STEPS, "bob": STEPS}
@@ -241,48 +243,46 @@ def ranks_of(home: Path, name: str) -> dict[tuple[str, int], int]:
     return found
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_interrupted_launch_leaves_nothing_and_goes_on(
-    complete: dict[str, list[Command]], home: Path, number: signal.Signals
-) -> None:
-    name = f"interrupted-{number.name}"
-    recipe = write(home, name, sizes=(1, 1), steps=4000, checkpoint_every=5)
-    first = Command(home, "moe-fragment", "launch", recipe, "--quiet")
-    checkpoint = home / name / "bob" / "checkpoints" / "step-00000005"
-    until(checkpoint.exists, RUN_S, lambda: first.said)
-    first.process.send_signal(number)
-    assert first.ends(20.0) == 130
-    assert (
-        first.said
-        == "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
-    )
-    until(lambda: not belonging_to(home), 2.0, lambda: f"still there: {belonging_to(home)}")
-    if number == signal.SIGINT:
-        steps = [int(path.name[5:]) for path in checkpoint.parent.iterdir() if path.suffix != ".partial"]
-        last = max(steps) + 2
-        second = Command(home, "moe-fragment", "launch", recipe, f"train.steps={last}", "--json")
-        assert second.ends() == 0, second.said
-        assert second.json["steps"] == last
-        events = [json.loads(line) for line in (home / name / "bob/events.jsonl").read_text().splitlines()]
-        assert [event["step"] for event in events if event["kind"] == "resumed"] == [max(steps)]
+@pytest.mark.timeout(LIMIT_S)
+def test_interrupted_launch_leaves_nothing_and_goes_on(home: Path) -> None:
+    """SIGTERM, then Ctrl-C in the life that goes on: no process is left, and the last checkpoint is where it began."""
+    recipe = write(home, "interrupted", sizes=(1, 1), steps=4000, checkpoint_every=5)
+    checkpoints = home / "interrupted" / "bob" / "checkpoints"
+    last, saved = 0, [0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
+        until(lambda: max(steps_in(checkpoints)) > last, RUN_S, lambda: command.said)  # noqa: B023
+        command.process.send_signal(number)
+        assert command.ends(20.0) == 130
+        said = "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+        assert command.said == said
+        until(lambda: not belonging_to(home), 2.0, lambda: f"still there: {belonging_to(home)}")
+        last = max(set(steps_in(checkpoints)) & set(steps_in(home / "interrupted" / "ada" / "checkpoints")))
+        saved.append(last)
+    lines = (home / "interrupted" / "bob" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["step"] for event in events if event["kind"] == "resumed"] == saved[1:2]
 
 
-@pytest.mark.timeout(300)
+def steps_in(checkpoints: Path) -> list[int]:
+    """Steps of the finished checkpoints there, and 0."""
+    names = [path.name for path in checkpoints.glob("step-*")]
+    return [0, *(int(name[5:]) for name in names if name[5:].isdigit())]
+
+
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("way", ["launch", "one launcher"])
-def test_killed_rank_ends_the_launch_and_is_named(
-    complete: dict[str, list[Command]], home: Path, way: str
-) -> None:
-    """Within seconds, with a code that is not 0, by name."""
+def test_killed_rank_ends_the_launch_and_is_named(home: Path, way: str) -> None:
+    """Within seconds, with a code that is not 0, by name; also a rank that has nobody beside it in its cluster."""
     name = f"killed-{way.split()[0]}"
     recipe = write(home, name, steps=4000, checkpoint_every=5, sizes=(2, 1))
     if way == "launch":
         command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
-        victim, sentence = ("ada", 1), r"rank 1 of cluster ada \(pid PID on [^)]*\) died"
+        victim, sentence = ("bob", 0), "cluster bob ended because its rank 0 was killed \\(SIGKILL\\)"
     else:
         words = ("--num_gpus", 3, "--master_port", free_port(), PRETRAIN, "--recipe", recipe)
         command = Command(home, "deepspeed", *words)
-        victim, sentence = ("", 2), r"rank 0 of cluster bob \(pid PID on [^)]*\) died"
+        victim, sentence = ("", 1), r"rank 1 of cluster ada \(pid PID on [^)]*\) died"
     until(lambda: len(losses(home, name).get("bob", [])) > 2, RUN_S, lambda: command.said)
     pid = ranks_of(home, name)[victim]
     os.kill(pid, signal.SIGKILL)
@@ -292,19 +292,8 @@ def test_killed_rank_ends_the_launch_and_is_named(
     assert re.search(sentence.replace("PID", str(pid)), command.said), command.said
 
 
-@pytest.mark.timeout(300)
-def test_lone_rank_of_a_cluster_killed(complete: dict[str, list[Command]], home: Path) -> None:
-    """Nobody in its cluster can tell, and the launch still names it."""
-    recipe = write(home, "killed-lone", steps=4000, sizes=(1, 1))
-    command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
-    until(lambda: losses(home, "killed-lone").get("bob"), RUN_S, lambda: command.said)
-    os.kill(ranks_of(home, "killed-lone")["bob", 0], signal.SIGKILL)
-    assert command.ends(25.0) == 1
-    assert "cluster bob ended because its rank 0 was killed (SIGKILL)" in command.said
-
-
-@pytest.mark.timeout(300)
-def test_lost_cluster_costs_no_step(complete: dict[str, list[Command]], home: Path) -> None:
+@pytest.mark.timeout(LIMIT_S)
+def test_lost_cluster_costs_no_step(home: Path) -> None:
     """The other cluster saves where it stands before it gives up, and says who is missing."""
     quick = {"exchange_timeout": "4 s", "quorum_timeout": "6 s", "heartbeat_timeout": "2 s", "max_retries": 0}
     recipe = write(home, "lost", sizes=(1, 1), steps=4000, checkpoint_every=0, fabric=quick)
@@ -314,7 +303,7 @@ def test_lost_cluster_costs_no_step(complete: dict[str, list[Command]], home: Pa
         ada, bob = (one_cluster(home, recipe, name, 1, address) for name in ("ada", "bob"))
         until(lambda: losses(home, "lost").get("ada"), RUN_S, lambda: ada.said)
         os.killpg(bob.process.pid, signal.SIGKILL)
-        assert ada.ends(60.0) == 1, ada.said
+        assert ada.ends(90.0) == 1, ada.said
         assert re.search("^moe-fragment: ", ada.said, re.MULTILINE), ada.said
         saved = [int(path.name[5:]) for path in (home / "lost" / "ada" / "checkpoints").iterdir()]
         assert saved == [len(losses(home, "lost")["ada"])]
@@ -323,8 +312,8 @@ def test_lost_cluster_costs_no_step(complete: dict[str, list[Command]], home: Pa
         coordinator.ends(10.0)
 
 
-@pytest.mark.timeout(300)
-def test_clusters_that_cannot_meet_say_so(complete: dict[str, list[Command]], home: Path) -> None:
+@pytest.mark.timeout(LIMIT_S)
+def test_clusters_that_cannot_meet_say_so(home: Path) -> None:
     """All at once: a cluster that never comes, two that were given different recipes, a port that is taken."""
     slow = {"exchange_timeout": "12 s", "quorum_timeout": "14 s", "join_timeout": "20 s"}
     recipe = write(home, "unmet", sizes=(1, 1), fabric=slow)
@@ -349,7 +338,7 @@ def test_clusters_that_cannot_meet_say_so(complete: dict[str, list[Command]], ho
         "--master_port",
     }
     for name, command in commands.items():
-        assert command.ends(120.0) not in (0, None), name
+        assert command.ends(RUN_S) not in (0, None), name
         assert f"moe-fragment: {sentences[name]}" in command.said, command.said
     for coordinator in coordinators:
         coordinator.process.terminate()

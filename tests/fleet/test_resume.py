@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from moe_fragment.observe import RunLog
 from tests.fleet.harness import Fleets
 from tests.train.runs import (
     losses_of,
     recipe_for,
     refused,
     restore_weights,
+    sequences_read,
     state_of,
     train,
     train_on_a_full_disk,
+    train_poisoned,
     train_to,
 )
 
@@ -264,3 +267,40 @@ def test_weights_alone_never_open_moments(fleets: Fleets, tmp_path: Path) -> Non
         part for ranks in fleet.run(restore_weights, recipe) for part in ranks
     ]:
         assert (kinds, weights_equal, state) == (["weight"], True, 0)
+
+
+@pytest.mark.timeout(180)
+def test_poisoned_gradients_are_skipped_and_then_stop_the_run(fleets: Fleets, tmp_path: Path) -> None:
+    """One rank's NaN skips the step everywhere; too many in a row stop the run, with a checkpoint to go on from."""
+    fleet = fleets(2, 1)
+    recipe = recipe_for(tmp_path, name="poisoned", steps=9, max_skipped_steps=3)
+    poisoned = (1, 4, 5, 6)
+    sentence = "FleetError: 3 steps in a row were given up (train.max_skipped_steps), last: non-finite loss or gradient"
+    assert fleet.run(train_poisoned, recipe, poisoned) == [[sentence, sentence], [sentence]]
+    losses = losses_of(tmp_path, recipe)
+    assert {step for _, step in losses} == set(range(1, 8))
+    state = state_of(tmp_path, recipe, 7)
+    assert all(bool(torch.isfinite(tensor.double()).all()) for tensor in state.values())
+    assert {float(tensor) for name, tensor in state.items() if " steps " in name} == {3.0}
+    assert float(state["ada consumed"]) == 7 * 3, "skipped steps use up their data"
+    for cluster in ("ada", "bob"):
+        lines = (tmp_path / "poisoned" / cluster / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        skipped = [event["step"] for event in events if event["kind"] == "step_skipped"]
+        assert skipped == [step + 1 for step in poisoned]
+    assert RunLog(tmp_path / "poisoned").summary()["skipped_steps"] == len(poisoned)
+    assert fleet.run(train, recipe) == [[7, 7], [7]]
+    assert {step for _, step in losses_of(tmp_path, recipe)} == set(range(1, 10))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("zero", ["zero1-fp32", "zero3-fp32"])
+def test_no_sequence_is_repeated_or_left_out(fleets: Fleets, tmp_path: Path, zero: str) -> None:
+    """torchft#58, and pytorch#28257, DeepSpeed#2223: clusters with other numbers of sequences end together."""
+    fleet = fleets(2, 1)
+    recipe = recipe_for(tmp_path, name="whole", zero=zero, steps=4, batch=4, shares={"ada": 1, "bob": 3})
+    first = fleet.run(sequences_read, recipe, 2)
+    second = fleet.run(sequences_read, recipe, 4)
+    for cluster, share in enumerate((1, 3)):
+        read = [number for life in (first, second) for ranks in life[cluster] for number in ranks]
+        assert sorted(read) == list(range(4 * share))

@@ -218,6 +218,44 @@ def restore_weights(rank: Rank, recipe: dict[str, Any]) -> tuple[list[str], bool
         return sorted(kinds), same, sum(len(shards.moments(flat)) for flat in range(len(masters)))
 
 
+def train_poisoned(rank: Rank, recipe: dict[str, Any], poisoned: tuple[int, ...]) -> str:
+    """Case: in these steps one gradient of the last cluster's first rank is not a number; returns how it ended."""
+    try:
+        with run_on(rank, recipe) as run:
+            shards = run.stepper.shards
+            gradients = shards.gradients
+
+            def poison() -> list[torch.Tensor]:
+                flats: list[torch.Tensor] = gradients()
+                if rank.place.cluster == 1 and run.step_number in poisoned:
+                    flats[0][0] = float("nan")
+                return flats
+
+            with mock.patch.object(shards, "gradients", poison):
+                run.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it ran"
+
+
+def sequences_read(rank: Rank, recipe: dict[str, Any], last: int) -> list[int]:
+    """Case: train and save up to step `last`; returns the numbers of the sequences this rank trained on."""
+    numbers: list[int] = []
+    with run_on(rank, recipe) as run:
+        read = run.data.sequences
+
+        def watch(start: int, count: int) -> torch.Tensor:
+            numbers.extend(range(start, start + count))
+            found: torch.Tensor = read(start, count)
+            return found
+
+        with mock.patch.object(run.data, "sequences", watch):
+            while run.step_number < last:
+                run._one_step()
+        run.save()
+    return numbers
+
+
 # -- what is on disk ---------------------------------------------------------------------------------------------
 
 
