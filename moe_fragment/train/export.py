@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
 from moe_fragment.models.configuration import FragmentMoeConfig
@@ -66,11 +67,20 @@ def export(run: Path, out: Path, *, step: int | None = None, dtype: torch.dtype 
         raise CheckpointError(
             f"{first.path}: does not fit {type(model).__name__}: {[*left, *unexpected][:3]}"
         )
-    model.to(dtype).save_pretrained(out)
+    _round(model, dtype)
+    model.save_pretrained(out)
     tokenizer = first.path.parent.parent / "tokenizer"
     if tokenizer.is_dir():
         shutil.copytree(tokenizer, out, dirs_exist_ok=True)
     return Exported(out, first.manifest.step, type(model).__name__, bool(why), why)
+
+
+def _round(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights to `dtype`, except those that the class keeps in fp32 when it opens the file: they decide the routing."""
+    kept = "|".join(map(re.escape, model._keep_in_fp32_modules_strict or ["(nothing)"]))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not re.search(rf"(^|\.)({kept})($|\.)", name):
+            tensor.data = tensor.data.to(dtype)
 
 
 def open_checkpoints(run: Path, step: int | None = None) -> dict[str, Checkpoint]:
