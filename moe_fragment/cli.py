@@ -28,6 +28,10 @@ Overrides = Annotated[
 ]
 
 
+_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt."""
+
+
 class Dtype(StrEnum):
     """Number formats of exported weights."""
 
@@ -148,8 +152,9 @@ def main() -> None:
     except RuntimeError as error:
         sys.stderr.write(f"moe-fragment: {error}\n")
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
-        )
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            sys.stderr.write(
+                "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+            )
+        raise

@@ -285,12 +285,22 @@ def _stop(launchers: Sequence[_Launcher]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=_GRACE_S)
-    for process in alive:
+    deadline = time.monotonic() + _GRACE_S
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(_GRACE_S / 200)
+    for process in filter(_is_alive, processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     for launcher in launchers:
         launcher.process.wait()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Not ended; psutil would also wait for zombies of orphans until process 1, which may not care, collects them."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager
