@@ -76,19 +76,18 @@ def coordinator(
     It listens on all interfaces without encryption: keep it inside a VPN.
     """
     import signal
-    import threading
 
     from moe_fragment.fabric import Coordinator
 
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    # Waited for, not handled: a handler that sets an Event deadlocks when it comes while the Event is being waited for.
+    stop = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     server = Coordinator(clusters, host=host, port=port)
     if as_json:
         _print({"address": server.address, "clusters": clusters})
     else:
         print(f"coordinator for {clusters} clusters at {server.address}", flush=True)
-    stop.wait()
+    signal.sigwait(stop)
     server.close()
 
 

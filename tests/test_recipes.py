@@ -91,7 +91,7 @@ def zero(**fields: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown section": ({"trian": {}}, "trian: unknown field, did you mean 'train'?"),
+    "unknown section": ({"tarin": {}}, "tarin: unknown field, did you mean 'train'?"),
     "unknown field": ({"train": {"step": 3}}, "train.step: unknown field, did you mean 'steps'?"),
     "missing section": ({"topology": None}, "topology: required, but not given"),
     "name of a path": ({"name": "../x"}, "name: expected text like"),
