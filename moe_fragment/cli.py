@@ -67,22 +67,36 @@ def coordinator(
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters the fleet has.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Name or address under which clusters reach this host.")
+        str,
+        typer.Option(
+            help="Name or address under which clusters reach this host; localhost only serves this machine."
+        ),
     ] = "localhost",
+    heartbeat_timeout: Annotated[
+        str,
+        typer.Option(
+            help="Silence after which a cluster leaves the membership; keep to fabric.heartbeat_timeout."
+        ),
+    ] = "5 s",
     as_json: Json = False,
 ) -> None:
-    """Run the coordinator of one fleet (membership and meeting point) until interrupted.
+    """Run the coordinator of one start of one fleet (membership and meeting point) until interrupted.
+
+    Start it anew before the clusters are started again.
 
     It listens on all interfaces without encryption: keep it inside a VPN.
     """
     import signal
 
     from moe_fragment.fabric import Coordinator
+    from moe_fragment.units import parse_duration
 
     # Waited for, not handled: a handler that sets an Event deadlocks when it comes while the Event is being waited for.
     stop = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-    server = Coordinator(clusters, host=host, port=port)
+    server = Coordinator(
+        clusters, host=host, port=port, heartbeat_timeout_s=parse_duration(heartbeat_timeout)
+    )
     if as_json:
         _print({"address": server.address, "clusters": clusters})
     else:
@@ -141,15 +155,22 @@ def _print(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str), flush=True)
 
 
+def _say(error: Exception) -> None:
+    """One sentence for what a person can cause (our own errors, the system's); a mistake of ours keeps its trace."""
+    if not isinstance(error, OSError) and not type(error).__module__.startswith("moe_fragment."):
+        raise error
+    sys.stderr.write(f"moe-fragment: {error}\n")
+
+
 def main() -> None:
     """Run the command; bad input ends with one sentence and code 2, a failed run with code 1."""
     try:
         app()
-    except ValueError as error:  # every error a person can cause is one: see schema.ConfigError
-        sys.stderr.write(f"moe-fragment: {error}\n")
+    except (ValueError, OSError) as error:
+        _say(error)
         sys.exit(2)
     except RuntimeError as error:
-        sys.stderr.write(f"moe-fragment: {error}\n")
+        _say(error)
         sys.exit(1)
     except SystemExit as ended:
         if ended.code == _INTERRUPTED:

@@ -85,6 +85,9 @@ def topology(**changes: Any) -> dict[str, Any]:
 LINK = {"between": ["ada", "bob"], "bandwidth": "1 Gbit/s", "rtt": "20 ms"}
 
 
+ZERO1 = {"zero_optimization": {"stage": 1}}
+
+
 def zero(**fields: Any) -> dict[str, Any]:
     """A `deepspeed` section with these fields of DeepSpeed's."""
     return {"deepspeed": {"config": {"zero_optimization": {"stage": 1}, **fields}}}
@@ -190,8 +193,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"pretrained": "./nowhere", "config": {"hidden_size": 8}}},
         "model.config: has no effect with `pretrained`",
     ),
-    "weights that are not there": (
+    "two precisions": (
+        {"deepspeed": {"config": ZERO1, "clusters": {"bob": {**ZERO1, "bf16": {"enabled": True}}}}},
+        "deepspeed.clusters.bob: bf16 on one cluster and fp32 on another",
+    ),
+    "master weights in bf16": (
+        zero(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+        "deepspeed: bf16.bf16_master_weights_and_grads: master weights are fp32 here",
+    ),
+    "foreign weights with the byte tokenizer": (
         {"model": {"pretrained": "./nowhere", "config": {}}},
+        "data.tokenizer: required with model.pretrained",
+    ),
+    "DeepSpeed without a configuration": ({"deepspeed": {}}, "deepspeed.config: required, but not given"),
+    "weights that are not there": (
+        {"model": {"pretrained": "./nowhere", "config": {}}, "data": {"tokenizer": "./nowhere"}},
         "model.pretrained: './nowhere' cannot be loaded",
     ),
     "fewer experts than clusters": (
@@ -208,10 +224,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "expert nowhere": (
         {"placement": {"policy": "manual", "table": {"ada": "0-3", "bob": [5]}}},
         "placement.table",
-    ),
-    "cluster without experts": (
-        {"placement": {"policy": "manual", "table": {"ada": "0-5"}}},
-        "placement.table: cluster bob holds no expert of layer 0",
     ),
 }  # fmt: skip
 WHOLE = {"topology", "placement", "deepspeed", "model"}

@@ -26,11 +26,15 @@ class ExpertStatistics:
         self.local_pairs = 0
         self.remote_pairs = 0
         self.remote_rows = 0
+        self.paused = False
+        """Whether what runs now is not to be counted."""
 
     def count(
         self, layer: int, *, owner_TK: torch.Tensor, ids_TK: torch.Tensor, sent_C: list[int], cluster: int
     ) -> None:
         """Count one forward of MoE layer `layer` (position among the MoE layers)."""
+        if self.paused:
+            return
         pairs = ids_TK.numel()
         here_TK = owner_TK == cluster
         local = int(here_TK.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +11,20 @@ from moe_fragment.fabric.config import FabricConfig
 from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.fabric import Fabric
 from moe_fragment.fabric.lanes import Lane, LaneLayout
-from moe_fragment.fabric.membership import Member, connect_store, free_store, join_fleet, local_address
+from moe_fragment.fabric.membership import (
+    FleetError,
+    Member,
+    connect_store,
+    free_store,
+    join_fleet,
+    reachable_address,
+)
 from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.rails import Rail
 from moe_fragment.topology import Topology
+
+_LOCAL_S = 1800.0
+"""How much longer than for other clusters ranks of one cluster wait for each other."""
 
 
 def connect(
@@ -46,13 +57,16 @@ def connect(
             f"cluster {cluster} runs {size} ranks, but the topology gives it {topology.sizes[index]}"
         )
     rails = topology.num_rails
+    patience = timedelta(seconds=config.join_timeout_s + _LOCAL_S)
     layout = LaneLayout.of(rank, size, rails)
     lane_groups = [
-        dist.new_group(list(range(rail, size, rails)), backend="gloo") if size > rails else None
+        dist.new_group(list(range(rail, size, rails)), timeout=patience, backend="gloo")
+        if size > rails
+        else None
         for rail in range(rails)
     ]
     lane = Lane(layout, rank, lane_groups[layout.rail] if len(layout.members) > 1 else None)
-    control = dist.new_group(list(range(size)), backend="gloo") if size > 1 else None
+    control = dist.new_group(list(range(size)), timeout=patience, backend="gloo") if size > 1 else None
 
     fabric = Fabric(
         cluster=index,
@@ -60,6 +74,7 @@ def connect(
         lane=lane,
         control=control,
         meter=ByteMeter(),
+        join_timeout_s=config.join_timeout_s,
         emulated=config.emulate,
     )
     fabric.everyone(_join, fabric, topology, config, cluster, coordinator, facts)
@@ -78,7 +93,7 @@ def _join(
         fabric.share_address(None)
         return
     index = topology.index(cluster)
-    address = local_address(topology.clusters[index].address)
+    address = reachable_address(topology.clusters[index].address)
     own_store = None
     error: Exception | None = None
     try:
@@ -92,7 +107,7 @@ def _join(
     if error is not None:
         raise error
     if shared is None:
-        raise RuntimeError("the first gateway of this cluster could not join the fleet")
+        raise FleetError("the first gateway of this cluster could not join the fleet")
     member = Member(
         store,
         own_store=shared,
@@ -107,7 +122,7 @@ def _join(
     )
     emulator = None
     if config.emulate:
-        emulator = LinkEmulator(topology, index, key=coordinator.replace(":", "-"), seed=config.seed)
+        emulator = LinkEmulator(topology, index, key=store.get("fleet").decode(), seed=config.seed)
     rail = Rail(
         member.group,
         names=topology.names,

@@ -42,7 +42,7 @@ class LinkEmulator:
     def __init__(self, topology: Topology, cluster: int, *, key: str, seed: int = 0) -> None:
         self._clusters = len(topology.names)
         self._cluster = cluster
-        self._random = random.Random(f"{seed}-{key}-{cluster}-{os.environ.get('RANK', 0)}")
+        self._random = random.Random(f"{seed}-{cluster}-{os.environ.get('RANK', 0)}")
         self._rate: dict[int, float] = {}
         self._delay: dict[int, float] = {}
         self._jitter: dict[int, float] = {}
@@ -57,10 +57,15 @@ class LinkEmulator:
             self._rate[peer] = min(link.bandwidth_bytes_per_s, lossy)
             self._delay[peer] = link.one_way_s
             self._jitter[peer] = link.jitter_s
-        self.path = Path(tempfile.gettempdir()) / f"moe_fragment-links-{key}"
+        self.path = table_path(key)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(self._file, self._clusters**2 * _SLOT.size)
         self._table = mmap.mmap(self._file, self._clusters**2 * _SLOT.size)
+
+    @property
+    def slowest_round_trip_s(self) -> float:
+        """Round trip (s) to the farthest peer, without jitter."""
+        return max(self._round_trip.values(), default=0.0)
 
     def reserve(self, peer: int, size_bytes: int, *, announced: bool = False) -> float:
         """Queue a message to cluster `peer`; returns the monotonic time (s) at which it arrives there.
@@ -84,6 +89,11 @@ class LinkEmulator:
         os.close(self._file)
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def table_path(key: str) -> Path:
+    """Where the processes of one machine share the ends of a fleet's queues."""
+    return Path(tempfile.gettempdir()) / f"moe_fragment-links-{key}"
 
 
 def lossy_rate(loss: float, round_trip_s: float) -> float:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +27,7 @@ from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.lanes import Lane
 from moe_fragment.fabric.membership import FleetError, Member
 from moe_fragment.fabric.meter import ByteMeter
-from moe_fragment.fabric.rails import ExchangeError, Rail
+from moe_fragment.fabric.rails import ExchangeError, Rail, first_line
 from moe_fragment.fabric.routes import Route, RouteTable
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Fabric:
         lane: this rank's lane.
         control: host-memory group of all ranks of this cluster, or None for a cluster of one rank.
         meter: byte counters (counted on gateways).
+        join_timeout_s: longest wait for another cluster outside steps.
         emulated: whether links are emulated; goes into the run log.
     """
 
@@ -97,12 +99,14 @@ class Fabric:
         lane: Lane,
         control: dist.ProcessGroup | None,
         meter: ByteMeter,
+        join_timeout_s: float = 600.0,
         emulated: bool = False,
     ) -> None:
         self.cluster = cluster
         self.names = names
         self.lane = lane
         self.emulated = emulated
+        self._join_timeout = timedelta(seconds=join_timeout_s)
         self.control = control
         self.meter = meter
         self.clock = WaitClock()
@@ -149,11 +153,16 @@ class Fabric:
         self.clock.exposed_s += time.monotonic() - started
         if self._rail is not None:
             assert self._member is not None
-            self._rail.begin_step(step)
+            try:
+                self._rail.begin_step(step)
+            except Exception as error:  # a peer that died since the quorum: the step fails like any other
+                self._fail(ExchangeError(f"the rail of step {step} broke: {first_line(error)}"))
 
     def _meet(self) -> None:
         if self._member is not None:
             self._member.quorum()
+            assert self._rail is not None
+            time.sleep(self._rail.emulated_round_trip_s)
 
     def everyone(self, act: Callable[..., None], *arguments: Any) -> None:
         """Run `act` on this rank; when it raises on one rank of the cluster, all of them raise."""
@@ -319,14 +328,28 @@ class Fabric:
         Args:
             key: a name that is used once.
             value: of this cluster, as its first rank has it.
+
+        Raises:
+            FleetError: a cluster did not answer within the join time-out.
         """
         heard: list[Any] = []
-        if self.lane.layout.rail == 0 and self.lane.is_gateway:
-            assert self._member is not None
-            store = self._member.store
-            store.set(f"{key}/{self.cluster}", json.dumps(value))
-            heard = [json.loads(store.get(f"{key}/{index}")) for index in range(self.clusters)]
+        self.everyone(self._gather, key, value, heard)
         return self._broadcast(heard) if self.control is not None else heard
+
+    def _gather(self, key: str, value: Any, heard: list[Any]) -> None:
+        if self._member is None or self.lane.layout.rail:
+            return
+        store = self._member.store
+        store.set(f"{key}/{self.cluster}", json.dumps(value))
+        for index, name in enumerate(self.names):
+            try:
+                store.wait([f"{key}/{index}"], self._join_timeout)
+            except dist.DistStoreError:
+                raise FleetError(
+                    f"cluster {name} did not say its {key} within {self._join_timeout.total_seconds():g} s "
+                    f"(fabric.join_timeout)"
+                ) from None
+            heard.append(json.loads(store.get(f"{key}/{index}")))
 
     def share_address(self, address: tuple[str, int] | None) -> tuple[str, int] | None:
         """The first gateway's (host, port), on every rank of this cluster."""

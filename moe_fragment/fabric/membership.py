@@ -15,9 +15,11 @@ import logging
 import os
 import socket
 import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 os.environ.setdefault("RUST_LOG", "warn")  # torchft's servers write every quorum to standard error otherwise
@@ -25,6 +27,7 @@ from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
+from moe_fragment.fabric.emulation import table_path
 from moe_fragment.fabric.rails import Peers, first_line
 
 logging.getLogger("torchft.manager").setLevel(logging.ERROR)  # it warns about NCCL on every gloo quorum
@@ -63,6 +66,8 @@ class Coordinator:
             self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
         except (RuntimeError, dist.DistNetworkError) as error:
             raise FleetError(f"the coordinator cannot listen on port {port}: {first_line(error)}") from error
+        self._fleet = uuid.uuid4().hex
+        self.store.set("fleet", self._fleet)
         self._lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=clusters,
@@ -76,6 +81,7 @@ class Coordinator:
     def close(self) -> None:
         """Stop the lighthouse; the store ends with the process."""
         self._lighthouse.shutdown()
+        table_path(self._fleet).unlink(missing_ok=True)  # left behind by ranks that were killed
 
 
 def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -135,10 +141,17 @@ def join_fleet(
 
 
 class FabricGroup(ProcessGroupGloo):
-    """torchft's reconfigurable gloo group that remembers which cluster each of its ranks is."""
+    """torchft's reconfigurable gloo group that remembers which cluster each of its ranks is.
 
-    def __init__(self, timeout: timedelta) -> None:
+    Args:
+        timeout: for connecting.
+        address: name or address of this host that peers connect to; left to itself, gloo would offer whatever the
+            machine's name resolves to, often loopback.
+    """
+
+    def __init__(self, timeout: timedelta, address: str) -> None:
         super().__init__(timeout=timeout)
+        self._address = address
         self.peers = Peers((0,), 0)
         self.generation = 0
         """Counts the quorums this group was configured for."""
@@ -163,6 +176,19 @@ class FabricGroup(ProcessGroupGloo):
         assert group_world_size is not None
         self.generation += 1
         self.peers = Peers(tuple(member // group_world_size for member in global_ranks), rank)
+
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        where = {"interface": interface} if interface else {"hostname": self._address}
+        options._devices = [dist.ProcessGroupGloo.create_device(**where)]
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
 
     def drop(self) -> None:
         """Let go of the connections without aborting, so that peers see them closed at once."""
@@ -197,7 +223,7 @@ class Member:
         exchange_timeout_s: float,
         quorum_timeout_s: float,
     ) -> None:
-        self.group = FabricGroup(timedelta(seconds=exchange_timeout_s))
+        self.group = FabricGroup(timedelta(seconds=exchange_timeout_s), address)
         self.store = store
         self._clusters = clusters
         self._manager = Manager(
@@ -242,6 +268,11 @@ class Member:
             ) from error
         if (trouble := self._manager.errored()) is not None:
             raise FleetError(f"the rail could not be connected for step {self.step}: {first_line(trouble)}")
+        if (present := self._manager.num_participants()) < self._clusters:
+            raise FleetError(
+                f"only {present} of {self._clusters} clusters are at step {self.step} of the fleet; the others are a "
+                f"step apart, because one heard the verdict on a step and another did not"
+            )
 
     def commit(self, ok: bool) -> bool:
         """Vote inside the cluster; True when every gateway of it says ok. Counts the step."""
@@ -255,11 +286,18 @@ class Member:
         self._manager.shutdown(wait=False)
 
 
+def reachable_address(configured: str) -> str:
+    """Where others reach this host: the cluster's address if it is this host's, else this host's name.
+
+    `GLOO_SOCKET_IFNAME` in the environment overrides it for the rails.
+    """
+    try:
+        with socket.create_server((configured, 0)):
+            return configured
+    except OSError:
+        return socket.gethostname()
+
+
 def free_store(address: str) -> dist.TCPStore:
     """A cluster's own store on a free port of this host."""
     return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-
-
-def local_address(configured: str | None) -> str:
-    """Where others reach this host: as the topology says, else its name."""
-    return configured or socket.gethostname()

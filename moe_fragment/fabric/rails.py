@@ -109,6 +109,11 @@ class Rail:
                 for _ in range(_POSTED):
                     self._post(rank, torch.empty(self._eager_bytes, dtype=torch.uint8))
 
+    @property
+    def emulated_round_trip_s(self) -> float:
+        """To the peer that is farthest on the emulated links, what a quorum costs at least; 0 without emulation."""
+        return self._emulator.slowest_round_trip_s if self._emulator else 0.0
+
     def drop(self) -> None:
         """Close the connections, so that peers need not wait for their time-out; the next quorum makes new ones.
 
@@ -167,8 +172,13 @@ class Rail:
         except Exception as error:  # gloo raises RuntimeError, torchft its own; all of them mean: no exchange
             raise ExchangeError(f"{self._place(mine)} failed: {first_line(error)}") from error
         if self._emulator:
-            time.sleep(max(0.0, deliver_at_s - time.monotonic()))
+            self._hold(deliver_at_s - time.monotonic(), mine)
         return received
+
+    def _hold(self, wait_s: float, mine: Frame) -> None:
+        if wait_s > self._timeout.total_seconds():
+            raise ExchangeError(f"{self._place(mine)} would take {wait_s:.0f} s on the emulated link")
+        time.sleep(max(0.0, wait_s))
 
     def _send(self, rank: int, mine: Frame, send_C: list[torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
         """Start sending to one peer; returns works with the buffers they read from."""

@@ -107,6 +107,11 @@ class RouteTable:
         try:
             expect_C = None if opening else [count * row_bytes for count in route.gateway_arrived_C]
             arrived_C = self.rail.exchange("dispatch", send_C, channel, expect_C)
+            if any(part.numel() % row_bytes for part in arrived_C):
+                sizes = [part.numel() for part in arrived_C]
+                raise ExchangeError(
+                    f"clusters sent {sizes} bytes, which are no rows of {row_bytes} bytes each"
+                )
         except ExchangeError as error:
             self._on_failure(error)
             return None

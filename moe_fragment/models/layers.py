@@ -139,13 +139,15 @@ class FragmentMoeBlock(nn.Module):
         """
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         logits_TE, weights_TK, index_TK = self.gate(hidden_BSD)
-        routed_TD = self.experts(hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), index_TK, weights_TK)
-        mixed_BSD = routed_TD.view_as(hidden_BSD)
-        if self.shared_experts is not None:
-            mixed_BSD = mixed_BSD + self.shared_experts(hidden_BSD)
         if count_load:
             self.gate.count(index_TK, mask_T)
-        return mixed_BSD, self.aux_loss(logits_TE, index_TK, mask_T) if with_aux else None
+        aux_loss = self.aux_loss(logits_TE, index_TK, mask_T) if with_aux else None
+        # The routed experts come last: when a checkpointed layer is recomputed, nothing after their inputs is
+        # needed, and experts in other clusters are not asked for their answers again.
+        shared_BSD = None if self.shared_experts is None else self.shared_experts(hidden_BSD)
+        routed_TD = self.experts(hidden_BSD.reshape(-1, hidden_BSD.shape[-1]), index_TK, weights_TK)
+        mixed_BSD = routed_TD.view_as(hidden_BSD)
+        return mixed_BSD if shared_BSD is None else mixed_BSD + shared_BSD, aux_loss
 
     def aux_loss(self, logits_TE: Tensor, index_TK: Tensor, mask_T: Tensor | None) -> Tensor | None:
         """Weighted balance loss plus weighted z-loss of this layer."""

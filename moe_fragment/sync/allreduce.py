@@ -12,6 +12,7 @@ back.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,6 +142,7 @@ class TrunkAllReduce:
 
     def _local_exchange(self, send: list[torch.Tensor], expect: list[int]) -> list[torch.Tensor]:
         """Send tensor i to local rank i, receive `expect[i]` elements from local rank i."""
+        started = time.monotonic()
         arrived = [self._empty(size) for size in expect]
         works = []
         for peer, data in enumerate(arrived):
@@ -154,6 +156,7 @@ class TrunkAllReduce:
         for work in works:
             assert work is not None
             work.wait()
+        self._fabric.clock.local_s += time.monotonic() - started
         return arrived
 
 

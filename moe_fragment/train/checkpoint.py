@@ -89,7 +89,8 @@ def save(
     *,
     rank: int,
     gather: Callable[[Any], list[Any]],
-    keep: int,
+    keep: int | None,
+    protect: int | None = None,
 ) -> Path:
     """Write this rank's part; collective in the cluster, whose ranks share the file system of `run`.
 
@@ -102,7 +103,8 @@ def save(
         tensors: this rank's, by key.
         rank: local rank.
         gather: collects one JSON-able object per rank of the cluster.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay; None removes none.
+        protect: step of a checkpoint that stays in any case: the newest that all clusters are known to have.
 
     Returns:
         the finished checkpoint.
@@ -118,7 +120,9 @@ def save(
     files = gather(_attempt(_write_part, partial, f"rank-{rank:05d}.safetensors", tensors))
     failed = next((file["error"] for file in files if "error" in file), None)
     if rank == 0:
-        outcome = {"error": failed} if failed else _attempt(_finish, run, partial, manifest, files, keep)
+        outcome = (
+            {"error": failed} if failed else _attempt(_finish, run, partial, manifest, files, keep, protect)
+        )
         if "error" in outcome:
             shutil.rmtree(partial, ignore_errors=True)
     else:
@@ -145,7 +149,12 @@ def _write_part(partial: Path, name: str, tensors: dict[str, torch.Tensor]) -> d
 
 
 def _finish(
-    run: Path, partial: Path, manifest: Manifest, files: list[dict[str, Any]], keep: int
+    run: Path,
+    partial: Path,
+    manifest: Manifest,
+    files: list[dict[str, Any]],
+    keep: int | None,
+    protect: int | None,
 ) -> dict[str, Any]:
     final = checkpoint_path(run, manifest.step)
     text = json.dumps({"version": VERSION, "files": files, **manifest.to_json()}, indent=1)
@@ -156,9 +165,11 @@ def _finish(
         shutil.rmtree(final)
     partial.rename(final)
     _sync(final.parent)
+    if keep is None:
+        return {}
     steps = saved_steps(run)
     kept = [step for step in steps if step <= manifest.step][-keep:]
-    for step in set(steps) - set(kept):
+    for step in set(steps) - {*kept, protect}:
         shutil.rmtree(checkpoint_path(run, step), ignore_errors=True)
     return {}
 

@@ -62,6 +62,8 @@ def check_deepspeed_config(config: Mapping[str, Any], where: str) -> None:
     for device in ("offload_optimizer", "offload_param"):
         if _section(zero, device, f"{where}: zero_optimization").get("device", "none") != "none":
             raise ConfigError(f"{where}: zero_optimization.{device}: offloading is not supported")
+    if _section(config, "bf16", where).get("bf16_master_weights_and_grads"):
+        raise ConfigError(f"{where}: bf16.bf16_master_weights_and_grads: master weights are fp32 here")
     if _section(config, "fp16", where).get("enabled"):
         raise ConfigError(f"{where}: fp16.enabled: fp16 is not supported, use bf16 or fp32")
 
@@ -73,6 +75,11 @@ def _section(config: Mapping[str, Any], name: str, where: str) -> Mapping[str, A
     if not isinstance(section, Mapping):
         raise ConfigError(f"{where}: {name}: expected a mapping of fields, got {section!r}")
     return section
+
+
+def is_bf16(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed configuration computes in bf16; fp32 otherwise."""
+    return bool(config.get("bf16", {}).get("enabled"))
 
 
 def parameter_groups(model: nn.Module, fragmented: Fragmented, weight_decay: float) -> list[dict[str, Any]]:

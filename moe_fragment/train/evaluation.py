@@ -55,6 +55,7 @@ def evaluate(
         if verdict.outcome != FAILED:
             total, tokens = (sum(row[part] for row in verdict.values_CV) for part in (0, 1))
             return total / tokens, int(tokens)
+        fabric.commit(False)  # the next quorum connects anew
     raise FleetError(
         f"the evaluation after step {step} failed {retries + 1} times in a row: {fabric.failure}"
     )

@@ -75,14 +75,16 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
             f"hosts by `deepspeed --hostfile ... recipes/pretrain.py --recipe {recipe_path} --cluster NAME "
             f"--coordinator HOST:PORT`"
         )
-    run = Path(recipe.out) / recipe.name
+    run = recipe.run_directory
     if _is_complete(run, recipe, topology):
         return result(run)
     try:
         check_model(recipe, topology)
     except ConfigError as error:
         raise ConfigError(f"{recipe_path}: {error}") from None
-    _prepare_deepspeed()
+    devices = place_ranks(topology, _accelerators())
+    if any(cluster.accelerator == "cpu" for cluster in topology.clusters):
+        _prepare_deepspeed()
     hosted = None
     if topology.coordinator is None:
         hosted = Coordinator(
@@ -96,7 +98,6 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
     failed = None
     with _stop_on_signals():
         try:
-            devices = place_ranks(topology, _accelerators())
             for name, size in zip(topology.names, topology.sizes, strict=True):
                 launchers.append(
                     _start(recipe_path, overrides, run / name, name, size, devices[name], address)
@@ -131,13 +132,9 @@ def _is_complete(run: Path, recipe: Recipe, topology: Topology) -> bool:
 
 def _prepare_deepspeed() -> None:
     """Compile DeepSpeed's CPU collectives once, so that ranks do not race for it; a second when it is done already."""
-    import torch
-
-    if torch.cuda.is_available():
-        return
     done = subprocess.run(
         [sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"],
-        env=_environment(),
+        env={**_environment(), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
     )
@@ -167,22 +164,27 @@ def _accelerators() -> int:
 def place_ranks(topology: Topology, accelerators: int) -> dict[str, list[str]]:
     """The deepspeed launcher's options that give each cluster its ranks, and GPUs no other cluster uses.
 
+    Args:
+        topology: clusters whose accelerator is `cpu` need none.
+        accelerators: GPUs of this machine.
+
     Raises:
-        ConfigError: the machine has GPUs, but fewer than the topology has ranks.
+        ConfigError: the machine has fewer GPUs than the topology needs.
     """
-    if not accelerators:
-        sizes = zip(topology.names, topology.sizes, strict=True)
-        return {name: ["--num_gpus", str(size)] for name, size in sizes}
-    if accelerators < topology.world_size:
+    needed = sum(cluster.size for cluster in topology.clusters if cluster.accelerator != "cpu")
+    if accelerators < needed:
         raise ConfigError(
-            f"topology.clusters: {topology.world_size} ranks need a GPU each, this machine has {accelerators}; use "
-            f"fewer processes, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+            f"topology.clusters: {needed} ranks need a GPU each, this machine has {accelerators}; use fewer processes, "
+            f"or accelerator: cpu"
         )
     options, first = {}, 0
-    for name, size in zip(topology.names, topology.sizes, strict=True):
-        chosen = ",".join(str(device) for device in range(first, first + size))
-        options[name] = ["--include", f"localhost:{chosen}"]
-        first += size
+    for cluster in topology.clusters:
+        if cluster.accelerator == "cpu":
+            options[cluster.name] = ["--num_gpus", str(cluster.size)]
+            continue
+        chosen = ",".join(str(device) for device in range(first, first + cluster.size))
+        options[cluster.name] = ["--include", f"localhost:{chosen}"]
+        first += cluster.size
     return options
 
 
@@ -377,7 +379,7 @@ class _View:
         self._evaluations = len(evaluations)
         events = self._log.events
         for row in events.iloc[self._events :].itertuples():
-            if row.kind != "checkpoint" and row.time > self._born:
+            if row.kind not in ("checkpoint", "evaluation") and row.time > self._born:
                 self._bar.note(f"cluster {row.cluster}: {row.message}")
         self._events = len(events)
 

@@ -24,11 +24,13 @@ class Batch:
         input_ids: int64 [B, S].
         labels: int64 [B, S], already shifted (label t is the token after input t); IGNORED bears no loss.
         attention_mask: int64 [B, S] with 0 at padding, or None without padding.
+        filler: stands for no sequence at all, and counts in no statistics.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    filler: bool = False
 
     @property
     def tokens(self) -> int:
@@ -38,14 +40,14 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
         mask = self.attention_mask.to(device) if self.attention_mask is not None else None
-        return Batch(self.input_ids.to(device), self.labels.to(device), mask)
+        return Batch(self.input_ids.to(device), self.labels.to(device), mask, self.filler)
 
     @staticmethod
     def of(sequences: torch.Tensor, filler: int) -> Batch:
         """From packed sequences int64 [B, S + 1]; of none, one token without loss, so that every rank runs."""
         if not len(sequences):
             lone = torch.full((1, 1), filler)
-            return Batch(lone, torch.full_like(lone, IGNORED))
+            return Batch(lone, torch.full_like(lone, IGNORED), filler=True)
         return Batch(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
 
 

@@ -76,16 +76,19 @@ def _end(message: str, code: int, watch: PeerWatch | None) -> None:
 
 
 def _train(recipe: Recipe, world: World, watch: PeerWatch) -> None:
+    if recipe.fleet().clusters[recipe.fleet().index(world.cluster)].accelerator == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import torch
+    from deepspeed.accelerator import get_accelerator
 
     from moe_fragment.train.run import ClusterRun
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    accelerator = get_accelerator()
+    accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    deepspeed.init_distributed(
+        dist_backend=accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False
+    )
     release_shared_buffers()
     run = ClusterRun(recipe, world, watch)
     try:

@@ -1,8 +1,9 @@
 """Who died: names the ranks of this host that are gone when a rank has to end because of them.
 
 The deepspeed launcher ends all ranks when one dies and names a process id at best. Every rank knows the process ids of
-all, so the first one that is told to end can say which rank it was that died. Signals are taken by a thread of their
-own (`sigwait`), which works while the main thread is inside a collective.
+all, so the first one that is told to end can say which rank it was that died. A thread of its own acts on the signal
+(through Python's wake-up descriptor), which works while the main thread is inside a collective, and whichever thread of
+the process, native ones included, the signal is delivered to.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class Peer:
 
 
 class PeerWatch:
-    """Ends this process on SIGTERM, with a word on who died; create it before other threads start."""
+    """Ends this process on SIGTERM, with a word on who died; create it in the main thread."""
 
     def __init__(self, cluster: str, rank: int) -> None:
         self.this = Peer.this(cluster, rank)
         self.peers: list[Peer] = []
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         threading.Thread(target=self._wait_for_signal, name="sigterm", daemon=True).start()
 
     def dead(self) -> list[Peer]:
@@ -65,6 +69,7 @@ class PeerWatch:
             sys.stderr.flush()
 
     def _wait_for_signal(self) -> None:
-        signal.sigwait({signal.SIGTERM})
+        while signal.SIGTERM not in os.read(self._read_end, 16):
+            pass
         self.report()
         os._exit(128 + signal.SIGTERM)

@@ -1,7 +1,8 @@
 """A recipe: everything that decides a training run, in one YAML file.
 
-Sections are owned by the modules they configure; this one composes them, resolves the files they name (relative to the
-recipe), applies overrides by dotted name, and refuses what cannot compose before any process starts.
+Sections are owned by the modules they configure; this one composes them, reads the topology and the DeepSpeed
+configurations they name (looked up beside the recipe; other paths are the running process's), applies overrides by
+dotted name, and refuses what cannot compose before any process starts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from moe_fragment.placement.policies import Policy
 from moe_fragment.schema import ConfigError, Count, FieldError, Section, explain, load_yaml
 from moe_fragment.topology import Topology
 from moe_fragment.train.data import DataConfig, Weight
-from moe_fragment.train.engine import check_deepspeed_config, load_deepspeed_config
+from moe_fragment.train.engine import check_deepspeed_config, is_bf16, load_deepspeed_config
+from moe_fragment.train.tokenizer import BYTES
 
 
 class ModelConfig(Section):
@@ -75,8 +77,10 @@ class SyncConfig(Section):
 class DeepSpeedConfig(Section):
     """The `deepspeed` section: a DeepSpeed configuration (file or mapping), and other ones for single clusters."""
 
-    config: str | dict[str, Any] = "zero1-fp32.json"
+    config: str | dict[str, Any]
+    """Of every cluster that has none of its own. Required."""
     clusters: dict[str, str | dict[str, Any]] = Field(default_factory=dict)
+    """Cluster to a configuration of its own; all clusters compute in the same precision. Default none."""
 
 
 class TrainConfig(Section):
@@ -197,6 +201,15 @@ class Recipe(Section):
         for name in topology.names:
             config = self.deepspeed_config(name)
             check_deepspeed_config(config, f"{where}: deepspeed")
+            if is_bf16(config) != is_bf16(self.deepspeed_config(topology.names[0])):
+                raise ConfigError(
+                    f"{where}: deepspeed.clusters.{name}: bf16 on one cluster and fp32 on another; the rows they "
+                    f"exchange need one precision"
+                )
+        if self.model.pretrained and self.data.tokenizer == BYTES:
+            raise ConfigError(
+                f"{where}: data.tokenizer: required with model.pretrained, usually the same directory or name"
+            )
         if self.fabric.emulate and not topology.is_local:
             raise ConfigError(
                 f"{where}: fabric.emulate: links can be emulated on one machine only, but the topology has hosts"
@@ -205,6 +218,11 @@ class Recipe(Section):
             self.batches(topology)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
+
+    @property
+    def run_directory(self) -> Path:
+        """`out`/`name`, the home directory's `~` expanded; each cluster has a directory of its own in it."""
+        return Path(self.out).expanduser() / self.name
 
     def fleet(self) -> Topology:
         """The topology."""
@@ -255,10 +273,6 @@ class Recipe(Section):
             raise ConfigError(
                 "placement.table: an expert is on two clusters; replicated experts need a sync of theirs"
             )
-        for layer in layers:
-            for index, name in enumerate(topology.names):
-                if not placement.experts_of(layer, index):
-                    raise ConfigError(f"placement.table: cluster {name} holds no expert of layer {layer}")
         return placement
 
     def facts(self) -> dict[str, Any]:

@@ -17,7 +17,14 @@ from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, RunWriter
 from moe_fragment.observe.layout import SCHEMA_FILE
 from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
-from moe_fragment.train.checkpoint import Checkpoint, Manifest, checkpoint_path, save, saved_steps
+from moe_fragment.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Manifest,
+    checkpoint_path,
+    save,
+    saved_steps,
+)
 from moe_fragment.train.data import ClusterData
 from moe_fragment.train.engine import build_engine
 from moe_fragment.train.evaluation import evaluate
@@ -30,7 +37,7 @@ from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_
 from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.resume import check_fits, newest_common
 from moe_fragment.train.schedule import learning_rate
-from moe_fragment.train.state import own_ranges, restore, step_counts
+from moe_fragment.train.state import own_ranges, restore, step_counts, trunk_checksum
 from moe_fragment.train.step import Stepper, StepReport
 from moe_fragment.train.world import World
 
@@ -63,9 +70,11 @@ class ClusterRun:
             facts=self._facts(),
         )
         self._introduce(watch)
-        self.directory = Path(recipe.out) / recipe.name / world.cluster
+        self.directory = recipe.run_directory / world.cluster
         self.step_number = 0
         self.consumed = 0
+        self._common_step: int | None = None
+        """The newest step that all clusters have saved, as far as this one can know."""
         self.writer: RunWriter | None = None
         self._progress: Progress | None = None
         self._build()
@@ -136,12 +145,19 @@ class ClusterRun:
             self.fabric.everyone(self._take_up, step)
         except (ConfigError, FleetError) as caught:
             error = caught
-        heard = self.fabric.gather("begin", str(error) if error else None)
+        trunk = trunk_checksum(self.stepper.shards, self.fabric)
+        heard = self.fabric.gather("begin", [str(error) if error else None, trunk])
         if error is not None:
             raise error
-        for name, trouble in zip(self.topology.names, heard, strict=True):
+        for name, (trouble, their_trunk) in zip(self.topology.names, heard, strict=True):
             if trouble is not None:
                 raise FleetError(f"cluster {name} cannot begin: {trouble}")
+            if their_trunk != heard[0][1]:
+                raise FleetError(
+                    f"clusters {self.topology.names[0]} and {name} begin with different weights; "
+                    f"compare model.pretrained, or the run directories they resume from"
+                )
+        self._common_step = step
         if step is not None:
             self.stepper.shards.publish_masters()
             self.fabric.resume_at(step)
@@ -207,7 +223,7 @@ class ClusterRun:
                     self.save()
         except FleetError:
             if self.step_number not in saved_steps(self.directory):
-                self.save()
+                self._save_what_there_is()
             raise
         finally:
             if self._progress is not None:
@@ -275,13 +291,33 @@ class ClusterRun:
             filler=self.data.tokenizer.eos_token_id,
             retries=self.recipe.fabric.max_retries,
         )
+        # Drained here, so that an evaluation's bytes are not booked on the next step.
+        sent = sum(traffic.sent + traffic.sent_framing for traffic in self.fabric.meter.drain().values())
+        sent = int(self.fabric.cluster_sum(torch.tensor([sent])))
         if self.writer is not None:
             self.writer.evaluation(self.step_number, loss, tokens)
+            self.writer.event(
+                "evaluation",
+                f"loss {loss:.4f} on {tokens:,} tokens",
+                step=self.step_number,
+                wan_sent_bytes=sent,
+            )
         if self._progress is not None:
             self._progress.note(f"step {self.step_number}: evaluation loss {loss:.4f} on {tokens:,} tokens")
 
-    def save(self) -> Path:
-        """Checkpoint this cluster; collective over the cluster only."""
+    def _save_what_there_is(self) -> None:
+        """Before the run ends badly; the other clusters may not have this step, so no checkpoint goes for it."""
+        try:
+            self.save(scheduled=False)
+        except CheckpointError as error:
+            log.error("%s", error)
+
+    def save(self, *, scheduled: bool = True) -> Path:
+        """Checkpoint this cluster; collective over the cluster only.
+
+        Args:
+            scheduled: all clusters save this step, and checkpoints beyond `train.keep_checkpoints` go.
+        """
         shards = self.stepper.shards
         tensors = {
             f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)
@@ -312,8 +348,11 @@ class ClusterRun:
             tensors,
             rank=self.world.local_rank,
             gather=self._gather,
-            keep=self.recipe.train.keep_checkpoints,
+            keep=self.recipe.train.keep_checkpoints if scheduled else None,
+            protect=self._common_step,
         )
+        if scheduled:
+            self._common_step = self.step_number
         self._event("checkpoint", f"saved step {self.step_number}")
         return path
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_fragment.train.zero import MOMENTS, Shard, ZeroShards
+from moe_fragment.fabric import Fabric
+from moe_fragment.sync import CanonicalVector
+from moe_fragment.train.zero import MOMENTS, Shard, ZeroShards, is_expert
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, *MOMENTS)
@@ -75,3 +77,22 @@ def restore(shards: ZeroShards, read: Reader, steps: dict[str, float], *, moment
             )
     for flat, held in fresh.items():
         shards.set_moments(flat, held)
+
+
+def trunk_checksum(shards: ZeroShards, fabric: Fabric) -> int:
+    """A number that two clusters share only if their trunks are equal to the bit, whatever their layouts.
+
+    Each fp32 weight's bits are multiplied by its place in the canonical vector and summed in 64-bit integers, which
+    wrap. Collective over the cluster.
+    """
+    vector = CanonicalVector(shards.sizes(experts=False))
+    masters = shards.masters()
+    total = torch.zeros(1, dtype=torch.int64)
+    for shard in shards.shards:
+        if is_expert(shard.name):
+            continue
+        values = masters[shard.flat].detach()[shard.position : shard.position + shard.size]
+        first = vector.starts[shard.name] + shard.offset + 1
+        places = torch.arange(first, first + shard.size, device=values.device)
+        total += (values.view(torch.int32).long() * places).sum().cpu()
+    return int(fabric.cluster_sum(total))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,13 +173,28 @@ class Stepper:
         # that differs between clusters would scale the gradients that tokens bring to another cluster's experts.
         factor = self._accumulation / self._expected_tokens
         for index, batch in enumerate(batches):
-            losses = micro_batch_losses(self.engine, batch.to(self._device))
+            with self._counted(not batch.filler):
+                losses = micro_batch_losses(self.engine, batch.to(self._device))
             self.engine.backward(losses.total * factor)
             tokens += losses.tokens
             cross_entropy += losses.cross_entropy.double()
             if index + 1 < len(batches):
                 self.engine.step()
         return tokens, float(cross_entropy)
+
+    @contextmanager
+    def _counted(self, counted: bool) -> Iterator[None]:
+        """Whether statistics and router load see the forward inside; a filler's token is nobody's."""
+        if counted:
+            yield
+            return
+        found = routers(self._model)
+        before = [router.tokens_per_expert.clone() for router in found]
+        self.statistics.paused = True
+        yield
+        self.statistics.paused = False
+        for router, load_E in zip(found, before, strict=True):
+            router.tokens_per_expert.copy_(load_E)
 
     def _sync_and_measure(self, flats: list[torch.Tensor]) -> tuple[float, float]:
         """Sum the trunk over the fleet; squared norms: of the whole trunk, and of this rank's expert elements."""

@@ -108,7 +108,6 @@ def test_payload_is_the_closed_form(fleets: Fleets, sizes: tuple[int, ...], opti
     weights = TOP_K * (2 if half and scenario.model != "fragment" else 4)
     dispatched = vector + TOP_K * ID_BYTES + weights
     forwards = 2 if scenario.checkpointing else 1
-    answers = forwards if scenario.model == "fragment" else 1
     pairs = [(one, other) for one in range(clusters) for other in range(clusters) if one != other]
     for one, other in pairs:
         out = rows_between(records, layout, one, other)
@@ -116,7 +115,7 @@ def test_payload_is_the_closed_form(fleets: Fleets, sizes: tuple[int, ...], opti
         assert counted(records, one, other, "dispatch") == forwards * out * dispatched + back * (
             vector + weights
         )
-        assert counted(records, one, other, "combine") == (out + answers * back) * vector
+        assert counted(records, one, other, "combine") == (out + back) * vector
     for cluster in range(clusters):
         expected = sum(
             rows_between(records, layout, cluster, peer) for peer in range(clusters) if peer != cluster
