@@ -70,7 +70,7 @@ def run_script(rank: Rank, scenario: Scenario, script: Script) -> Trail:
             batches = scenario.batches(step, rank.place)
             if isinstance(happens, Silence):
                 batches = [replace(batch, labels=torch.full_like(batch.labels, -100)) for batch in batches]
-            with _dropped(rank, happens, trail), _poisoned(rank, stepper.engine.module, happens):
+            with dropped(rank, happens, trail), _poisoned(rank, stepper.engine.module, happens):
                 report = stepper.step(rank.next_step(), batches, learning_rate=scenario.learning_rate)
             trail.outcomes.append(report.outcome)
             trail.reasons.append(report.reason)
@@ -97,7 +97,7 @@ def _state_digest(rank: Rank, stepper: Any) -> str:
 
 
 @contextmanager
-def _dropped(rank: Rank, event: Event | None, trail: Trail) -> Iterator[None]:
+def dropped(rank: Rank, event: Event | None, trail: Trail) -> Iterator[None]:
     rail = rank.fabric._rail
     if rail is None:
         yield
