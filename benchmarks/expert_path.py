@@ -16,6 +16,7 @@ CPU only: both ranks share this machine's cores, so a ratio compares work, not w
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
@@ -48,34 +49,32 @@ class Case:
 def build(rank: Rank, case: Case) -> dict[str, float]:
     """The layer three times over equal weights, and one batch of tokens; returns how far the ways are apart."""
     import torch
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from moe_fragment.experts import ExpertPath, ExpertStatistics, LayerPlacement
-    from moe_fragment.experts.interface import ATTRIBUTE
+    from moe_fragment.experts import LayerPlacement
+    from moe_fragment.models.fragment import expert_layers, fragment
     from moe_fragment.placement import place_experts
 
     assert rank.fabric is not None
     dtype = getattr(torch, case.dtype)
+    torch.manual_seed(0)
     config = Qwen3MoeConfig(
+        vocab_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
         hidden_size=case.hidden,
         moe_intermediate_size=case.width,
         num_experts=case.experts,
         num_experts_per_tok=case.top_k,
     )
-    torch.manual_seed(0)
-    whole = Qwen3MoeExperts(config).to(dtype)
+    model = Qwen3MoeForCausalLM(config).to(dtype)
+    whole = copy.deepcopy(expert_layers(model)[0].module)
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=case.hidden**-0.5)
+    expert_layers(model)[0].module.load_state_dict(whole.state_dict())
     placement = place_experts(rank.topology, num_experts=case.experts, layers=[0], policy="even")
-    tables = LayerPlacement.of(placement, 0, rank.cluster)
-    part = Qwen3MoeExperts(config).to(dtype)
-    for name, parameter in whole.named_parameters():
-        kept = parameter.detach()[list(placement.experts_of(0, rank.cluster))].clone()
-        setattr(part, name, torch.nn.Parameter(kept))
-    part.num_experts, part._is_expert_parallel = tables.local, True
-    statistics_ = ExpertStatistics(1, rank.fabric.clusters, case.experts)
-    setattr(part, ATTRIBUTE, ExpertPath(rank.fabric, tables, layer=0, statistics=statistics_))
+    part = fragment(model, placement, rank.fabric).fragmented.layers[0].module
 
     generator = torch.Generator().manual_seed(rank.place)
     scores = torch.rand(case.tokens, case.experts, generator=generator)
@@ -83,7 +82,7 @@ def build(rank: Rank, case: Case) -> dict[str, float]:
     rank.keep.update(
         whole=whole.train(),
         part=part.train(),
-        tables=tables,
+        tables=LayerPlacement.of(placement, 0, rank.cluster),
         hidden=torch.randn(case.tokens, case.hidden, generator=generator).to(dtype).requires_grad_(),
         ids=ids,
         weights=(weights / weights.sum(1, keepdim=True)).to(dtype).requires_grad_(),

@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import fleet
@@ -108,7 +109,7 @@ def build_fragmented(rank: Rank, case: Case) -> int:
     """Model, engine and stepper of this package; returns the parameters of the whole model."""
     from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import place_experts
-    from moe_fragment.train.engine import build_engine
+    from moe_fragment.train.engine import build_engine, load_deepspeed_config
     from moe_fragment.train.step import Stepper
 
     rank.keep["before"] = fleet.memory_bytes("VmRSS")
@@ -121,7 +122,7 @@ def build_fragmented(rank: Rank, case: Case) -> int:
     engine = build_engine(
         model,
         model.fragmented,
-        deepspeed_config(case),
+        load_deepspeed_config(Path(f"ds_configs/zero{case.stage}-fp32.json")),
         accumulation=1,
         learning_rate=LEARNING_RATE,
         betas=(0.9, 0.99),
@@ -156,7 +157,8 @@ def build_plain(rank: Rank, case: Case) -> int:
         {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim == 1], "weight_decay": 0.0},
     ]
-    config = deepspeed_config(case) | {
+    config = {
+        "zero_optimization": {"stage": case.stage},
         "steps_per_print": 10**9,
         "train_micro_batch_size_per_gpu": case.sequences,
         "gradient_clipping": CLIP_NORM,
@@ -165,11 +167,6 @@ def build_plain(rank: Rank, case: Case) -> int:
     rank.keep["engine"], *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     fleet.forget_peak()
     return parameters
-
-
-def deepspeed_config(case: Case) -> dict[str, Any]:
-    """ZeRO alone, fp32: what `ds_configs/` has."""
-    return {"zero_optimization": {"stage": case.stage}}
 
 
 def turn_fragmented(rank: Rank, case: Case, first: int, steps: int) -> dict[str, Any]:
