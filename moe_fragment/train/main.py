@@ -55,9 +55,10 @@ def main(argv: list[str] | None = None) -> None:
         _end(f"moe-fragment: {error}", 2 if isinstance(error, (ConfigError, WorldError)) else 1, watch)
     except KeyboardInterrupt:
         _end("moe-fragment: interrupted", 130, None)
-    except Exception:
+    except Exception as error:
         place = f"cluster {watch.this.cluster}, rank {watch.this.rank}" if watch else "before joining"
-        _end(f"moe-fragment: {place}:\n{traceback.format_exc()}", 1, watch)
+        what = f"{type(error).__name__}: {error}".splitlines()[0]  # the line that `moe-fragment launch` shows
+        _end(f"moe-fragment: {place}: {what}\n{traceback.format_exc()}", 1, watch)
     # Native threads of gloo and torchft may still run; leaving through the interpreter's teardown can crash in them.
     sys.stdout.flush()
     sys.stderr.flush()

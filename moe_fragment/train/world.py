@@ -137,6 +137,7 @@ def _split_world(
                 f"--master_port ({error})"
             ) from None
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=120))
+    _check_launcher(store, rank, port)
     if local_rank == 0:
         store.set(f"rendezvous/{name}", f"{_own_address(host)}:{free_port()}")
     master, _, master_port = store.get(f"rendezvous/{name}").decode().rpartition(":")
@@ -156,6 +157,24 @@ def _split_world(
         topology.world_size,
         hosted,
     )
+
+
+def _check_launcher(store: dist.TCPStore, rank: int, port: int) -> None:
+    """Refuse the store of another run: that the port is taken only rank 0 notices, and the others must not join there.
+
+    Ranks of one launcher on one host are children of one process.
+    """
+    host, launcher = socket.gethostname(), os.getppid()
+    if rank == 0:
+        store.set("launcher", f"{host} {launcher}")
+    try:
+        their_host, _, theirs = store.get("launcher").decode().rpartition(" ")
+    except dist.DistError:
+        their_host, theirs = host, "none"
+    if their_host == host and theirs != str(launcher):
+        raise WorldError(
+            f"port {port} belongs to another run; give the deepspeed launcher another --master_port"
+        )
 
 
 def _own_address(master: str) -> str:

@@ -91,11 +91,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def nothing_left(home: Path) -> Iterator[None]:
     """After every test, no process and no shared memory; a process that has been told to end gets a moment."""
-    before = set(os.listdir("/dev/shm"))
     yield
     until(lambda: not belonging_to(home), 5.0, lambda: f"still there: {belonging_to(home)}")
-    ours = [name for name in set(os.listdir("/dev/shm")) - before if "127.0.0.1" in name]
-    assert ours == []  # test fleets call their master localhost
+    logs = [*home.glob("*.out"), *home.glob("*/*/launcher.log")]
+    ports = {
+        port for log in logs for port in re.findall(r"--master_port=(\d+)", log.read_text(errors="replace"))
+    }
+    assert [name for name in os.listdir("/dev/shm") if ports & set(name.split("_"))] == []
 
 
 def belonging_to(home: Path) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -101,3 +102,19 @@ def test_one_launcher_for_the_fleet_splits_its_world() -> None:
     assert launchers[0]["MASTER_PORT"] == launchers[1]["MASTER_PORT"] != launchers[2]["MASTER_PORT"]
     for world in reversed(worlds):
         world.leave()
+
+
+def test_other_ranks_do_not_join_the_run_that_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 learns that the port is taken; a rank of its launcher would be one too many in the other run."""
+    port = free_port()
+    other = find(environment(0, 3, port))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(
+        WorldError, match=f"^port {port} belongs to another run; give the deepspeed launcher another"
+    ):
+        find(environment(2, 3, port))
+    assert other.store is not None
+    assert not other.store.check(["rendezvous/bob"])
+    for _ in range(2):
+        other.store.add("left", 1)
+    other.leave()
