@@ -32,7 +32,8 @@ class Exchange:
         width: D, width of a hidden vector.
         top_k: K, experts per token.
         dtype: of hidden vectors, weights_dtype of routing weights; both travel as they are.
-        route: of the forward that this one repeats, None to open one.
+        repeats: the forward that this one recomputes: rows take its route, and the same pairs are computed even when
+            they do not arrive. None opens a route.
     """
 
     def __init__(
@@ -43,17 +44,17 @@ class Exchange:
         top_k: int,
         dtype: torch.dtype,
         weights_dtype: torch.dtype,
-        route: Route | None = None,
+        repeats: Exchange | None = None,
     ) -> None:
         self.fabric = fabric
         self.vectors = RowLayout(((width, dtype),))
         self.dispatched = RowLayout(((width, dtype), (top_k, ID_DTYPE), (top_k, weights_dtype)))
         self.gradients = RowLayout(((width, dtype), (top_k, weights_dtype)))
-        self.route = route
+        self.route: Route | None = repeats.route if repeats is not None else None
         self.spent = False
         """Whether it has been recomputed, or its backward is through."""
         self.pending: Transfer[Any] | None = None
-        self.ids_MK: torch.Tensor | None = None
+        self.ids_MK: torch.Tensor | None = repeats.ids_MK if repeats is not None else None
 
     def wait(self) -> Any:
         """Result of the transfer under way."""
@@ -122,7 +123,8 @@ class _DispatchWait(torch.autograd.Function):
         if exchange.route is None:
             exchange.route, packed = packed
         rows_MD, ids_MK, weights_MK = exchange.dispatched.unpack(packed, ticket.device)
-        exchange.ids_MK = ids_MK.long()
+        if exchange.ids_MK is None:
+            exchange.ids_MK = ids_MK.long()
         return rows_MD, weights_MK
 
     @staticmethod

@@ -53,11 +53,24 @@ def cross_cluster_experts_forward(
 def experts(
     module: Any, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """This cluster's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing."""
+    """This cluster's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing.
+
+    Only the P pairs with a local slot are gathered and computed: transformers would carry the others along as rows of
+    zeros. Indexed and summed such that no result depends on the order of atomics.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     # A cluster without experts still takes part in every exchange, backward included.
     if not module.num_experts:
         return hidden_TD * (0.0 * weights_TK.sum(dim=-1, keepdim=True)).to(hidden_TD.dtype)
     name = FP64_IMPLEMENTATION if hidden_TD.dtype == torch.float64 else LOCAL_IMPLEMENTATION
-    return ALL_EXPERTS_FUNCTIONS[name](module, hidden_TD, slots_TK, weights_TK)
+    token_P, choice_P = (slots_TK < module.num_experts).nonzero(as_tuple=True)
+    outputs_PD = ALL_EXPERTS_FUNCTIONS[name](
+        module,
+        hidden_TD[token_P],
+        slots_TK[token_P, choice_P].unsqueeze(1),
+        weights_TK[token_P, choice_P].unsqueeze(1),
+    )
+    outputs_TKD = hidden_TD.new_zeros(*slots_TK.shape, hidden_TD.shape[1])
+    pair_P = token_P * slots_TK.shape[1] + choice_P
+    return outputs_TKD.flatten(0, 1).index_copy(0, pair_P, outputs_PD).view_as(outputs_TKD).sum(dim=1)

@@ -103,7 +103,7 @@ class ExpertPath:
             top_k=weights_TK.shape[1],
             dtype=hidden_TD.dtype,
             weights_dtype=weights_TK.dtype,
-            route=repeated.route if repeated is not None else None,
+            repeats=repeated,
         )
         if torch.is_grad_enabled() and not in_recompute():
             self._exchanges = [held for held in self._exchanges if _awaits_backward(held())]

@@ -92,7 +92,7 @@ class RouteTable:
             if arrived is None:
                 everything = torch.zeros((total, row_bytes), dtype=torch.uint8)
             else:
-                everything = torch.cat([part.view(-1, row_bytes) for part in arrived])
+                everything = join([part.view(-1, row_bytes) for part in arrived])
             bounds = [self._lane.share(total, position) for position in range(self._lane.size)]
             parts = [everything[low:high] for low, high in bounds]
         return self._lane.scatter(parts, route.arrived, row_bytes)
@@ -155,7 +155,7 @@ class RouteTable:
         totals = [sum(column) for column in zip(*route.lane_sent_LC, strict=True)]
         answers: list[torch.Tensor] | None = None
         if not route.failed and self._healthy():
-            everything = torch.cat(members)
+            everything = join(members)
             send_C = list(torch.split(everything, route.gateway_arrived_C))
             try:
                 answers = self.rail.exchange(
@@ -171,12 +171,18 @@ class RouteTable:
         return split_by_member(answers, route.lane_sent_LC, row_bytes)
 
 
+def join(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts end to end; the part itself when it is the only one with anything in it."""
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(parts)
+
+
 def group_by_cluster(
     members: list[torch.Tensor], counts_LC: list[list[int]], clusters: int
 ) -> list[torch.Tensor]:
     """Members' rows (each grouped by cluster) as one flat uint8 buffer per cluster, members in order."""
     split = [torch.split(rows, counts) for rows, counts in zip(members, counts_LC, strict=True)]
-    return [torch.cat([pieces[cluster] for pieces in split]).reshape(-1) for cluster in range(clusters)]
+    return [join([pieces[cluster] for pieces in split]).reshape(-1) for cluster in range(clusters)]
 
 
 def split_by_member(
@@ -187,4 +193,4 @@ def split_by_member(
         torch.split(answer.view(-1, row_bytes), [counts[cluster] for counts in counts_LC])
         for cluster, answer in enumerate(answers_C)
     ]
-    return [torch.cat([pieces[member] for pieces in per_cluster]) for member in range(len(counts_LC))]
+    return [join([pieces[member] for pieces in per_cluster]) for member in range(len(counts_LC))]

@@ -118,7 +118,6 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
             kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=trains)
             setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
-        layer.module._is_expert_parallel = True
         tables = LayerPlacement.of(placement, layer.index, fabric.cluster)
         setattr(layer.module, ATTRIBUTE, ExpertPath(fabric, tables, layer=position, statistics=statistics))
     _use_cross_cluster(model, layers)

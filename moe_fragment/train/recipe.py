@@ -115,7 +115,8 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Checkpoint each that many steps, and at the end; 0 for the end only. Default 0."""
     keep_checkpoints: Count = 2
-    """How many to keep. Default 2: one may be damaged by whatever ended the run."""
+    """How many to keep; the newest that all clusters are known to have stays in any case. Default 2: one may be damaged
+    by whatever ended the run."""
     max_skipped_steps: Count = 10
     """How many steps in a row may be given up for non-finite numbers before the run stops. Default 10."""
     seed: int = 0

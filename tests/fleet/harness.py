@@ -319,9 +319,11 @@ def _join(place: Place, coordinator: str, master_port: int) -> Rank:
     import torch
 
     from moe_fragment.fabric import FabricConfig, connect
+    from moe_fragment.train.world import release_shared_buffers
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    release_shared_buffers()
     topology = topology_of(place.sizes)
     config = FabricConfig(
         join_timeout="80 s", quorum_timeout="60 s", exchange_timeout="20 s", heartbeat_timeout="10 s"

@@ -258,6 +258,8 @@ def gradients_of(model: Any, scenario: Scenario, step: int) -> tuple[float, int]
     total, tokens = 0.0, 0
     for place in scenario.places():
         for batch in scenario.batches(step, place):
+            if batch.filler:  # one process has no rank without a sequence
+                continue
             losses = micro_batch_losses(model, batch)
             losses.total.backward()
             total += float(losses.cross_entropy.double())
