@@ -193,6 +193,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"pretrained": "./nowhere", "config": {"hidden_size": 8}}},
         "model.config: has no effect with `pretrained`",
     ),
+    "a vocabulary too small": (
+        {"model": {"config": {"vocab_size": 100}}},
+        "data.tokenizer: has 259 tokens, but the model's vocabulary only 100",
+    ),
     "two precisions": (
         {"deepspeed": {"config": ZERO1, "clusters": {"bob": {**ZERO1, "bf16": {"enabled": True}}}}},
         "deepspeed.clusters.bob: bf16 on one cluster and fp32 on another",

@@ -171,11 +171,9 @@ class Fabric:
             act(*arguments)
         except Exception as caught:
             error = caught
-        if self.control is not None:
-            reports: list[str | None] = [None] * dist.get_world_size(self.control)
-            dist.all_gather_object(reports, str(error) if error else None, group=self.control)
-            if error is None and (heard := next((report for report in reports if report), None)):
-                raise FleetError(heard)
+        heard = next(filter(None, self.cluster_gather(str(error) if error else None)), None)
+        if error is None and heard:
+            raise FleetError(heard)
         if error is not None:
             raise error
 
@@ -303,6 +301,14 @@ class Fabric:
         return values
 
     # -- inside the cluster ------------------------------------------------------------------------------------
+
+    def cluster_gather(self, value: Any) -> list[Any]:
+        """One picklable value per rank of this cluster, in rank order."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def cluster_min(self, value: int) -> int:
         """Smallest `value` over the ranks of this cluster."""

@@ -33,11 +33,12 @@ from moe_fragment.train.measure import Measurements, measure
 from moe_fragment.train.model import build_model, check_model, parameter_shapes, place_model
 from moe_fragment.train.peers import Peer, PeerWatch
 from moe_fragment.train.progress import Progress
-from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_random_state, seed_everything
+from moe_fragment.train.random_state import random_state, restore_random_state, seed_everything
 from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.resume import check_fits, newest_common
 from moe_fragment.train.schedule import learning_rate
-from moe_fragment.train.state import own_ranges, restore, step_counts, trunk_checksum
+from moe_fragment.train.snapshot import rank_tensors, restore_rank
+from moe_fragment.train.state import step_counts, trunk_checksum
 from moe_fragment.train.step import Stepper, StepReport
 from moe_fragment.train.world import World
 
@@ -91,11 +92,7 @@ class ClusterRun:
         }
 
     def _introduce(self, watch: PeerWatch) -> None:
-        mine: list[Any] = [asdict(watch.this)]
-        if self.fabric.control is not None:
-            mine = [None] * self.world.size
-            torch.distributed.all_gather_object(mine, asdict(watch.this), group=self.fabric.control)
-        everybody = self.fabric.gather("peers", mine)
+        everybody = self.fabric.gather("peers", self.fabric.cluster_gather(asdict(watch.this)))
         watch.peers = [Peer(**peer) for cluster in everybody for peer in cluster]
 
     def _build(self) -> None:
@@ -171,14 +168,9 @@ class ClusterRun:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Take weights, optimizer, data position and random state from a checkpoint of this cluster."""
-        manifest, rank = checkpoint.manifest, self.world.local_rank
+        manifest = checkpoint.manifest
         check_fits(checkpoint, self.world.cluster, self.placement, self.stepper.shards.canonical_sizes)
-        restore(self.stepper.shards, checkpoint.read, manifest.steps)
-        for name, buffer in _saved_buffers(self.stepper.engine.module).items():
-            stored = checkpoint.extra(f"buffer|{name}|0")
-            if stored is not None:
-                buffer.copy_(stored)
-        restore_random_state({kind: checkpoint.extra(f"{kind}|rank-{rank:05d}|0") for kind in RANDOM_KINDS})
+        restore_rank(checkpoint, self.stepper.shards, self.stepper.engine.module, self.world.local_rank)
         self.step_number, self.consumed = manifest.step, manifest.consumed
 
     def _open_log(self, resumed: int | None) -> RunWriter:
@@ -319,16 +311,8 @@ class ClusterRun:
             scheduled: all clusters save this step, and checkpoints beyond `train.keep_checkpoints` go.
         """
         shards = self.stepper.shards
-        tensors = {
-            f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)
-        }
-        for kind, values in random_state().items():
-            tensors[f"{kind}|rank-{self.world.local_rank:05d}|0"] = values
-        if self.world.local_rank == 0:
-            for name, buffer in _saved_buffers(self.stepper.engine.module).items():
-                tensors[f"buffer|{name}|0"] = buffer
         steps: dict[str, float] = {}
-        for part in self._gather(step_counts(shards)):
+        for part in self.fabric.cluster_gather(step_counts(shards)):
             steps.update(part)
         manifest = Manifest(
             step=self.step_number,
@@ -345,9 +329,9 @@ class ClusterRun:
         path = save(
             self.directory,
             manifest,
-            tensors,
+            rank_tensors(shards, self.stepper.engine.module, self.world.local_rank),
             rank=self.world.local_rank,
-            gather=self._gather,
+            gather=self.fabric.cluster_gather,
             keep=self.recipe.train.keep_checkpoints if scheduled else None,
             protect=self._common_step,
         )
@@ -355,14 +339,6 @@ class ClusterRun:
             self._common_step = self.step_number
         self._event("checkpoint", f"saved step {self.step_number}")
         return path
-
-    def _gather(self, value: Any) -> list[Any]:
-        """One value per rank of the cluster."""
-        if self.fabric.control is None:
-            return [value]
-        values: list[Any] = [None] * self.world.size
-        torch.distributed.all_gather_object(values, value, group=self.fabric.control)
-        return values
 
     def _record(self, report: StepReport) -> None:
         measured: Measurements = measure(
@@ -402,13 +378,3 @@ class ClusterRun:
         if self.writer is not None:
             self.writer.close()
         self.fabric.close()
-
-
-def _saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers, such as router biases."""
-    return {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name.rpartition(".")[2]
-        not in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set
-    }
