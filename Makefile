@@ -6,6 +6,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 
 READY := $(VENV)/.ready
+# Each environment compiles for itself: in a shared cache they would recompile in turns, and wait for each other's locks.
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 # DeepSpeed and torch look for ninja and for the launcher on PATH.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
@@ -33,12 +35,11 @@ $(READY): pyproject.toml Makefile
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
-# DeepSpeed compiles its shared-memory collectives on first use, into a cache that all environments of a user share
-# and that each of them recompiles. Ranks that start together race for it, and one killed while compiling leaves a
-# lock that the others wait for without end. So compile before any rank starts (2 s if there is nothing to do), and
-# drop a lock older than any compilation takes.
+# DeepSpeed compiles its shared-memory collectives on first use. Ranks that start together race for it, and one killed
+# while compiling leaves a lock that the others wait for without end. So compile before any rank starts (2 s if there is
+# nothing to do), and drop a lock older than any compilation takes.
 collectives: $(READY)
-	@find "$${TORCH_EXTENSIONS_DIR:-$$HOME/.cache/torch_extensions}" \
+	@find "$(TORCH_EXTENSIONS_DIR)" \
 		-path '*deepspeed_shm_comm/lock' -mmin +3 -delete 2>/dev/null || true
 	timeout 300 python -c 'from deepspeed.comm.torch import build_shm_op; build_shm_op()' || \
 		{ echo "make: DeepSpeed's CPU collectives did not compile (if it waited for a lock: try again)" >&2; exit 1; }

@@ -175,6 +175,6 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code == _INTERRUPTED:
             sys.stderr.write(
-                "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+                "moe-fragment: interrupted; the same command goes on from the last checkpoint, if there is one\n"
             )
         raise

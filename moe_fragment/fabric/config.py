@@ -34,7 +34,7 @@ class FabricConfig(Section):
     heartbeat_timeout_s: Duration = Field(default=5.0, alias="heartbeat_timeout")
     """A cluster whose heartbeat is older than this leaves the membership."""
 
-    eager_bytes: Size = Field(default=16 * 2**20, alias="eager_size", ge=4096)
+    eager_bytes: Size = Field(default=16 * 2**20, alias="eager_size", ge=4096, le=2**30)
     """Messages up to this size are received into buffers posted beforehand and take one trip; larger ones are announced
     first and take a round trip more. Two such buffers per peer cluster and gateway. Default 16 MiB."""
 

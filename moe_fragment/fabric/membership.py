@@ -63,6 +63,12 @@ class Coordinator:
         join_timeout_s: float = 60.0,
     ) -> None:
         try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise FleetError(
+                f"the coordinator's host {host} cannot be resolved: {error.strerror or error}"
+            ) from None
+        try:
             self.store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
         except (RuntimeError, dist.DistNetworkError) as error:
             raise FleetError(f"the coordinator cannot listen on port {port}: {first_line(error)}") from error

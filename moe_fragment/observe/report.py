@@ -35,7 +35,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [_overview(summary, emulated), _per_cluster(summary, emulated)]
     if summary["missing_clusters"]:
         names = ", ".join(summary["missing_clusters"])
-        parts.append(Text(f"Without the logs of {names}: run `moe-fragment collect` to bring them together."))
+        parts.append(Text(f"Without the logs of {names}: copy their run directories beside this one."))
     return Group(*parts)
 
 

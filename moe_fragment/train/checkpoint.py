@@ -44,6 +44,8 @@ class Manifest:
     cluster: str
     consumed: int
     """Sequences this cluster had taken from its data."""
+    data: str
+    """Fingerprint of that data."""
     placement: Placement
     model: dict[str, Any]
     """The model's transformers configuration."""

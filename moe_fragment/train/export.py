@@ -93,6 +93,7 @@ def open_checkpoints(run: Path, step: int | None = None) -> dict[str, Checkpoint
     if not directories:
         raise CheckpointError(f"{run}: no checkpoints of any cluster there")
     steps = {directory.name: saved_steps(directory) for directory in directories}
+    steps = {name: saved for name, saved in steps.items() if saved} or steps
     common = set.intersection(*map(set, steps.values()))
     if step is None and not common:
         raise CheckpointError(f"{run}: no step that all clusters saved: {steps}")
@@ -101,7 +102,7 @@ def open_checkpoints(run: Path, step: int | None = None) -> dict[str, Checkpoint
         raise CheckpointError(
             f"{run}: step {chosen} was not saved by all clusters; they share {sorted(common)}"
         )
-    opened = {directory.name: Checkpoint(checkpoint_path(directory, chosen)) for directory in directories}
+    opened = {name: Checkpoint(checkpoint_path(run / name, chosen)) for name in steps}
     for name, checkpoint in opened.items():
         absent = set(checkpoint.manifest.placement.clusters) - set(opened)
         if absent:

@@ -32,6 +32,7 @@ from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.world import free_port
 
 _POLL_S = 0.5
+_COMPILE_S = 300.0
 _GRACE_S = 10.0
 _SHOWN_LINES = 25
 _OUR_LINES = 3
@@ -96,6 +97,11 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
     assert address is not None
     launchers: list[_Launcher] = []
     failed = None
+    if not quiet:
+        started = " and ".join(
+            f"{n} ({size})" for n, size in zip(topology.names, topology.sizes, strict=True)
+        )
+        sys.stderr.write(f"starting clusters {started}; what they print is in {run}/CLUSTER/launcher.log\n")
     with _stop_on_signals():
         try:
             for name, size in zip(topology.names, topology.sizes, strict=True):
@@ -132,15 +138,32 @@ def _is_complete(run: Path, recipe: Recipe, topology: Topology) -> bool:
 
 def _prepare_deepspeed() -> None:
     """Compile DeepSpeed's CPU collectives once, so that ranks do not race for it; a second when it is done already."""
-    done = subprocess.run(
+    try:
+        done = _compile()
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"DeepSpeed's CPU collectives were not compiled within {_COMPILE_S:g} s; if a compilation was killed, "
+            f"remove its lock: {_extensions()}/**/deepspeed_shm_comm/lock"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise LaunchError(f"DeepSpeed could not compile its CPU collectives (g++ is needed): {last}")
+
+
+def _compile() -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"],
         env={**_environment(), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
+        timeout=_COMPILE_S,
     )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise LaunchError(f"DeepSpeed could not compile its CPU collectives (g++ is needed): {last}")
+
+
+def _extensions() -> str:
+    """Where compiled extensions go: into the virtual environment, so that environments do not recompile in turns."""
+    default = Path(sys.prefix) if sys.prefix != sys.base_prefix else Path.home() / ".cache"
+    return os.environ.get("TORCH_EXTENSIONS_DIR", str(default / "torch_extensions"))
 
 
 def _environment() -> dict[str, str]:
@@ -148,6 +171,7 @@ def _environment() -> dict[str, str]:
     beside = os.path.dirname(sys.executable)
     return {
         "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": _extensions(),
         **os.environ,
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
         "PYTHONUNBUFFERED": "1",

@@ -35,7 +35,7 @@ class ModelConfig(Section):
     pretrained: str | None = None
     """Directory or hub name of weights to start from; then `architecture` and `config` come from there. Default: none,
     weights are drawn from `seed`."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the initial weights, the same on every cluster. Default 0."""
     activation_checkpointing: bool = False
     """Recompute layers in backward; their dispatch crosses the WAN once more. Default off."""
@@ -119,7 +119,7 @@ class TrainConfig(Section):
     by whatever ended the run."""
     max_skipped_steps: Count = 10
     """How many steps in a row may be given up for non-finite numbers before the run stops. Default 10."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of dropout and everything else that draws random numbers while training. Default 0."""
 
     @field_validator("betas")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moe_fragment.fabric import FleetError
 from moe_fragment.placement import Placement
@@ -29,13 +32,26 @@ def newest_common(run: str, clusters: Sequence[str], saved: Sequence[Sequence[in
     raise FleetError(f"run {run} has checkpoints, but none that all clusters have: {each}")
 
 
-def check_fits(checkpoint: Checkpoint, cluster: str, placement: Placement, sizes: Mapping[str, int]) -> None:
+_HARMLESS = re.compile(
+    r"_name_or_path|transformers_version|dtype|use_cache|.*dropout|.*_coef|router_bias_update_rate|output_.*"
+)
+"""Fields of a model's configuration that may change between lives: they leave its outputs as they are."""
+
+
+def check_fits(
+    checkpoint: Checkpoint,
+    cluster: str,
+    placement: Placement,
+    sizes: Mapping[str, int],
+    model: Mapping[str, Any],
+) -> None:
     """Refuse a checkpoint of another cluster, placement or model.
 
     Args:
         checkpoint: of this cluster, as its place in the run directory says.
         cluster, placement: of this run.
         sizes: elements of every canonical parameter of the model.
+        model: its transformers configuration.
 
     Raises:
         CheckpointError: the first difference.
@@ -51,4 +67,11 @@ def check_fits(checkpoint: Checkpoint, cluster: str, placement: Placement, sizes
             raise CheckpointError(
                 f"{checkpoint.path}: is of another model than the recipe's: {name} has {there or 'no'} elements there, "
                 f"{here or 'none'} here"
+            )
+    now = json.loads(json.dumps(model, default=str))
+    for field in sorted({*now, *manifest.model}):
+        there, here = manifest.model.get(field), now.get(field)
+        if there != here and not _HARMLESS.fullmatch(field):
+            raise CheckpointError(
+                f"{checkpoint.path}: is of another model than the recipe's: {field} is {there!r} there, {here!r} here"
             )

@@ -28,6 +28,7 @@ from moe_fragment.train.checkpoint import (
 from moe_fragment.train.data import ClusterData
 from moe_fragment.train.engine import build_engine
 from moe_fragment.train.evaluation import evaluate
+from moe_fragment.train.lock import RunLock
 from moe_fragment.train.loss import Batch
 from moe_fragment.train.measure import Measurements, measure
 from moe_fragment.train.model import build_model, check_model, parameter_shapes, place_model
@@ -77,9 +78,15 @@ class ClusterRun:
         self._common_step: int | None = None
         """The newest step that all clusters have saved, as far as this one can know."""
         self.writer: RunWriter | None = None
+        self._lock: RunLock | None = None
+        self._data_note = ""
         self._progress: Progress | None = None
         self._build()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._unlock()
+            raise
 
     # -- setting up --------------------------------------------------------------------------------------------
 
@@ -155,21 +162,40 @@ class ClusterRun:
                     f"compare model.pretrained, or the run directories they resume from"
                 )
         self._common_step = step
+        if self._data_note:
+            self._event("data_changed", self._data_note)
         if step is not None:
             self.stepper.shards.publish_masters()
             self.fabric.resume_at(step)
 
     def _take_up(self, step: int | None) -> None:
         """What may fail on one rank alone."""
+        if self.world.local_rank == 0:
+            self._lock = RunLock(self.directory)
         if step is not None:
             self._load(Checkpoint(checkpoint_path(self.directory, step)))
+        if step is not None and step > self.recipe.train.steps:
+            raise ConfigError(
+                f"train.steps: expected at least {step}, where run {self.recipe.name} is already, got "
+                f"{self.recipe.train.steps}; raise it, or choose another name"
+            )
         if self.world.local_rank == 0:
             self.writer = self._open_log(step)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Take weights, optimizer, data position and random state from a checkpoint of this cluster."""
         manifest = checkpoint.manifest
-        check_fits(checkpoint, self.world.cluster, self.placement, self.stepper.shards.canonical_sizes)
+        check_fits(
+            checkpoint,
+            self.world.cluster,
+            self.placement,
+            self.stepper.shards.canonical_sizes,
+            self.model_config,
+        )
+        if manifest.data != self.data.fingerprint:
+            self._data_note = (
+                f"the data changed since step {manifest.step}; its position {manifest.consumed} is kept"
+            )
         restore_rank(checkpoint, self.stepper.shards, self.stepper.engine.module, self.world.local_rank)
         self.step_number, self.consumed = manifest.step, manifest.consumed
 
@@ -318,6 +344,7 @@ class ClusterRun:
             step=self.step_number,
             cluster=self.world.cluster,
             consumed=self.consumed,
+            data=self.data.fingerprint,
             placement=self.placement,
             model=self.model_config,
             sizes=shards.canonical_sizes,
@@ -377,4 +404,10 @@ class ClusterRun:
         """Leave the fleet."""
         if self.writer is not None:
             self.writer.close()
+        self._unlock()
         self.fabric.close()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -256,7 +256,9 @@ def test_interrupted_launch_leaves_nothing_and_goes_on(home: Path) -> None:
         until(lambda: max(steps_in(checkpoints)) > last, RUN_S, lambda: command.said)  # noqa: B023
         command.process.send_signal(number)
         assert command.ends(20.0) == 130
-        said = "moe-fragment: interrupted; run the same command again to go on from the last checkpoint\n"
+        said = (
+            "moe-fragment: interrupted; the same command goes on from the last checkpoint, if there is one\n"
+        )
         assert command.said == said
         until(lambda: not belonging_to(home), 2.0, lambda: f"still there: {belonging_to(home)}")
         last = max(set(steps_in(checkpoints)) & set(steps_in(home / "interrupted" / "ada" / "checkpoints")))

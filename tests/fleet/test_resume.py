@@ -7,6 +7,7 @@ a kill at that step (the log may know more steps than the checkpoints).
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from moe_fragment.observe import RunLog
+from moe_fragment.train.lock import RunLock
 from tests.fleet.harness import Fleets
 from tests.train.runs import (
     losses_of,
@@ -310,3 +312,23 @@ def test_no_sequence_is_repeated_or_left_out(fleets: Fleets, tmp_path: Path, zer
     for cluster, share in enumerate((1, 3)):
         read = [number for life in (first, second) for ranks in life[cluster] for number in ranks]
         assert sorted(read) == list(range(4 * share))
+
+
+@pytest.mark.timeout(180)
+def test_another_model_of_the_same_sizes_a_held_directory_and_fewer_steps_are_refused(
+    fleets: Fleets, tmp_path: Path
+) -> None:
+    """What fits by size alone is not the same model; a directory has one writer; a run does not go back."""
+    fleet = fleets(2, 1)
+    recipe = recipe_for(tmp_path, name="whole", steps=2, checkpoint_every=1, keep_checkpoints=2)
+    fleet.run(train, recipe)
+    fields = recipe["model"]["config"]
+    others = {**recipe["model"], "config": {**fields, "rms_norm_eps": 1e-3}}
+    ((sentence, _), _) = fleet.run(refused, {**recipe, "model": others})
+    assert "is of another model than the recipe's: rms_norm_eps is 1e-06 there, 0.001 here" in sentence
+    ((sentence, _), _) = fleet.run(refused, {**recipe, "train": {**recipe["train"], "steps": 1}})
+    assert "train.steps: expected at least 2, where run whole is already, got 1" in sentence
+    held = RunLock(tmp_path / "whole" / "ada")
+    ((sentence, _), _) = fleet.run(refused, {**recipe, "train": {**recipe["train"], "steps": 3}})
+    assert f"another run is writing here (process {os.getpid()})" in sentence
+    held.release()
