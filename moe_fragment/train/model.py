@@ -99,13 +99,14 @@ def check_model(recipe: Recipe, topology: Topology) -> None:
     Raises:
         ConfigError: see `build_model` and `place_model`.
     """
-    tokenizer = load_tokenizer(recipe.data.tokenizer)
     if recipe.model.pretrained:
         try:
             configuration = AutoConfig.from_pretrained(recipe.model.pretrained)
         except (OSError, ValueError) as error:
             raise _cannot_load(recipe.model.pretrained, error) from None
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
     else:
+        tokenizer = load_tokenizer(recipe.data.tokenizer)
         configuration = model_configuration(recipe.model, tokenizer)
     if len(tokenizer) > configuration.vocab_size:
         raise ConfigError(
