@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,6 +25,7 @@ from moe_fragment.train.checkpoint import (
 from moe_fragment.train.data import ClusterData
 from moe_fragment.train.engine import build_engine
 from moe_fragment.train.evaluation import evaluate
+from moe_fragment.train.facts import joining_facts
 from moe_fragment.train.lock import RunLock
 from moe_fragment.train.loss import Batch
 from moe_fragment.train.measure import Measurements, measure
@@ -44,8 +42,6 @@ from moe_fragment.train.step import Stepper, StepReport
 from moe_fragment.train.world import World
 
 log = logging.getLogger(__name__)
-
-_VERSIONS = ("moe_fragment", "torch", "transformers", "deepspeed", "torchft")
 
 
 class ClusterRun:
@@ -69,7 +65,7 @@ class ClusterRun:
             recipe.fabric,
             cluster=world.cluster,
             coordinator=world.coordinator,
-            facts=self._facts(),
+            facts=joining_facts(recipe, self.data.fingerprint),
         )
         self._introduce(watch)
         self.directory = recipe.run_directory / world.cluster
@@ -89,14 +85,6 @@ class ClusterRun:
             raise
 
     # -- setting up --------------------------------------------------------------------------------------------
-
-    def _facts(self) -> dict[str, Any]:
-        versions = {f"version of {name}": importlib.metadata.version(name) for name in _VERSIONS}
-        return {
-            **self.recipe.facts(),
-            **versions,
-            f"data (it depends on Python's version, here {platform.python_version()})": self.data.fingerprint,
-        }
 
     def _introduce(self, watch: PeerWatch) -> None:
         everybody = self.fabric.gather("peers", self.fabric.cluster_gather(asdict(watch.this)))
