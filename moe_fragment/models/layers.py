@@ -141,7 +141,7 @@ class FragmentMoeBlock(nn.Module):
         logits_TE, weights_TK, index_TK = self.gate(hidden_BSD)
         if count_load:
             self.gate.count(index_TK, mask_T)
-        aux_loss = self.aux_loss(logits_TE, index_TK, mask_T) if with_aux else None
+        aux_loss = self.aux_loss(logits_TE, index_TK, hidden_BSD.shape[:2], mask_T) if with_aux else None
         # The routed experts come last: when a checkpointed layer is recomputed, nothing after their inputs is
         # needed, and experts in other clusters are not asked for their answers again.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(hidden_BSD)
@@ -149,11 +149,17 @@ class FragmentMoeBlock(nn.Module):
         mixed_BSD = routed_TD.view_as(hidden_BSD)
         return mixed_BSD if shared_BSD is None else mixed_BSD + shared_BSD, aux_loss
 
-    def aux_loss(self, logits_TE: Tensor, index_TK: Tensor, mask_T: Tensor | None) -> Tensor | None:
+    def aux_loss(
+        self, logits_TE: Tensor, index_TK: Tensor, shape_BS: torch.Size, mask_T: Tensor | None
+    ) -> Tensor | None:
         """Weighted balance loss plus weighted z-loss of this layer."""
         terms = []
         if self.balance_coef > 0:
-            terms.append(self.balance_coef * balance_loss(self.gate.scores(logits_TE), index_TK, mask_T))
+            mask_BS = None if mask_T is None else mask_T.view(shape_BS)
+            scores_BSE, index_BSK = (
+                rows.view(*shape_BS, -1) for rows in (self.gate.scores(logits_TE), index_TK)
+            )
+            terms.append(self.balance_coef * balance_loss(scores_BSE, index_BSK, mask_BS))
         if self.z_coef > 0:
             terms.append(self.z_coef * z_loss(logits_TE, mask_T))
         return torch.stack(terms).sum() if terms else None

@@ -126,25 +126,40 @@ def assignments(index_TK: Tensor, num_experts: int, token_mask_T: Tensor | None 
     return chosen_TE if token_mask_T is None else chosen_TE * token_mask_T[:, None]
 
 
-def balance_loss(scores_TE: Tensor, index_TK: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
-    """Load-balancing loss of one layer, `E * sum_e f_e P_e` (Switch, arXiv 2101.03961, eq. 4 to 6).
+def balance_loss(scores_BSE: Tensor, index_BSK: Tensor, token_mask_BS: Tensor | None = None) -> Tensor:
+    """Load-balancing loss of one layer, of each sequence by itself: `E * sum_e f_e P_e`.
 
-    `f_e` is the number of assignments to expert e per token and `P_e` its mean score after each token's
-    scores are divided by their sum (which changes nothing for softmax). Perfectly uniform routing gives
+    The form is Switch's (arXiv 2101.03961, eq. 4 to 6) within a sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17
+    to 20): `f_e` is the number of assignments to expert e per token of the sequence, `P_e` its mean score after each
+    token's scores are divided by their sum (which changes nothing for softmax). Perfectly uniform routing gives
     exactly K; a layer that collapses onto K experts gives up to E. Padding counts in neither.
 
+    Sequences are averaged with their tokens as weights, so that a batch's loss is a sum over its sequences: cutting
+    it into other micro-batches, over other ranks, changes nothing. Balance over the fleet's whole batch is the
+    router bias's business.
+
     Args:
-        scores_TE: [T, E] unbiased scores, with gradient.
-        index_TK: [T, K] chosen experts.
-        token_mask_T: [T] bool, False for padding; None when there is none.
+        scores_BSE: [B, S, E] unbiased scores, with gradient.
+        index_BSK: [B, S, K] chosen experts.
+        token_mask_BS: [B, S] bool, False for padding; None when there is none.
 
     Returns:
         Scalar of the scores' dtype; 0 when no token counts.
     """
-    num_tokens, num_experts = scores_TE.shape
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=_SIGMOID_SUM_EPS)
-    f_E = assignments(index_TK, num_experts, token_mask_T).sum(0) / _count(token_mask_T, num_tokens)
-    return num_experts * (f_E.to(scores_TE.dtype) * _masked_mean(share_TE, token_mask_T)).sum()
+    batch, length, num_experts = scores_BSE.shape
+    share_BSE = scores_BSE / scores_BSE.sum(dim=-1, keepdim=True).clamp(min=_SIGMOID_SUM_EPS)
+    chosen_TE = assignments(
+        index_BSK.flatten(0, 1), num_experts, None if token_mask_BS is None else token_mask_BS.reshape(-1)
+    )
+    chosen_BE = chosen_TE.view(batch, length, num_experts).sum(1).to(share_BSE.dtype)
+    if token_mask_BS is None:
+        tokens_B = share_BSE.new_full((batch,), length)
+    else:
+        share_BSE = share_BSE * token_mask_BS[..., None]
+        tokens_B = token_mask_BS.sum(1).to(share_BSE.dtype)
+    # tokens * f * P, summed over experts, with f = chosen / tokens and P = share / tokens
+    loss_B = num_experts * (chosen_BE * share_BSE.sum(1)).sum(-1) / tokens_B.clamp(min=1)
+    return loss_B.sum() / tokens_B.sum().clamp(min=1)
 
 
 def z_loss(logits_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:

@@ -1,11 +1,13 @@
 """Losses as sums: the only form that adds up over micro-batches, ranks and clusters of unequal size.
 
 Each micro-batch contributes the sum of its token losses. The fleet divides once per step by the true number of
-loss-bearing tokens. An auxiliary loss is a mean over a micro-batch's tokens, so it is weighted with their number.
+loss-bearing tokens. Balance losses belong to a sequence, so that they too are sums, however a step's sequences are cut
+into micro-batches: each is a mean over tokens, and weighted with their number.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +83,28 @@ def micro_batch_losses(model: Any, batch: Batch, *, auxiliary: bool = True) -> L
     )
     tokens = batch.tokens
     total = cross_entropy
-    router_loss = getattr(outputs, "aux_loss", None)
-    if auxiliary and router_loss is not None:
-        weight = stock_auxiliary_weight(model) if with_router else 1.0
-        total = total + weight * tokens * router_loss.to(total.dtype)
+    if with_router:
+        total = total + stock_auxiliary_weight(model) * _stock_auxiliary(model, outputs.router_logits, batch)
+    elif auxiliary and (router_loss := getattr(outputs, "aux_loss", None)) is not None:
+        total = total + tokens * router_loss.to(total.dtype)
     return Losses(total, cross_entropy.detach(), tokens)
+
+
+def _stock_auxiliary(model: Any, router_logits: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+    """A stock family's own balance loss of each sequence, weighted with its loss-bearing tokens and summed.
+
+    The one in its output is of the whole micro-batch, which is not a sum over sequences.
+    """
+    inner = getattr(model, "module", model)
+    balance = sys.modules[type(inner).__module__].load_balancing_loss_func
+    length = batch.labels.shape[1]
+    terms = []
+    # Sequences without a loss stay in the graph with weight 0: under ZeRO-3 all ranks run the same backward.
+    for row, tokens in enumerate((batch.labels != IGNORED).sum(1).tolist()):
+        own = tuple(layer_TE[row * length : (row + 1) * length] for layer_TE in router_logits)
+        mask = batch.attention_mask[row : row + 1] if batch.attention_mask is not None and tokens else None
+        terms.append(tokens * balance(own, inner.num_experts, inner.num_experts_per_tok, mask))
+    return torch.stack(terms).sum()
 
 
 def stock_auxiliary_weight(model: Any) -> float:

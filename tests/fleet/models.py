@@ -10,6 +10,9 @@ VOCABULARY = 64
 HIDDEN = 32
 LAYERS = 2
 EXPERTS = 8
+EMBEDDING_SCALE, QUERY_KEY_SCALE = 10.0, 0.3
+"""Embeddings of about unit size and soft attention: without them the gradients of the norms of queries and keys cancel
+so far that one process's own fp32 is 1e-6 off."""
 SIGNPOST = 8
 """Tokens below this number carry a mark by which `steer` recognises them."""
 
@@ -26,9 +29,13 @@ def build(kind: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> A
     model = _CLASSES[kind](options).to(dtype).train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
+        for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
             parameter.add_(noise.to(dtype))
+            if name.endswith("embed_tokens.weight"):
+                parameter.mul_(EMBEDDING_SCALE)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(QUERY_KEY_SCALE)
     return model
 
 
@@ -94,10 +101,8 @@ def steer(model: Any, *, away_from: tuple[int, ...] = (), marked_to: int | None 
     """
     embedding = model.get_input_embeddings().weight
     embedding[:, :2] = 0.0
-    embedding[:, 0] = (
-        0.3  # three times the other channels: enough to steer by, and attention stays well conditioned
-    )
-    embedding[:SIGNPOST, 1] = 0.3
+    # Three times the other channels: enough to steer by, and attention stays well conditioned.
+    embedding[:, 0] = embedding[:SIGNPOST, 1] = 0.3 * EMBEDDING_SCALE
     for name, parameter in model.named_parameters():
         if name.endswith("post_attention_layernorm.weight"):
             parameter[:2] = 1.0

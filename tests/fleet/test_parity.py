@@ -4,10 +4,9 @@ The table below covers every pair of values of its nine columns (`test_table_is_
 product. Its last rows are combinations that deserve a run of their own.
 
 The rule for gradients: of each tensor (an expert counts by itself), the L2 distance to one process's is at
-most 1e-6 of its norm, at the first and at the last step. Where fp32 itself does not know a tensor that well
-(norms of queries and keys, mostly, after cancellation), the bound is what one process loses to rounding,
-measured against fp64, and never more than 1e-5. A tensor that is zero (an expert without a token) must be
-zero. One process is evaluated at the fleet's own weights, so that the last step does not measure how far Adam
+most 1e-6 of its norm, at the first and at the last step. On a processor whose kernels round worse than that,
+the bound is what the two runs may lose to rounding, each as much as one process does against fp64, and never more
+than 3e-6. A tensor that is zero (an expert without a token) must be zero. One process is evaluated at the fleet's own weights, so that the last step does not measure how far Adam
 lets two runs drift; that drift is what the 20 losses measure.
 """
 
@@ -34,9 +33,8 @@ from tests.fleet.training import (
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-6
-ROUNDING_CAP = 1e-5
-ROUNDING_FACTOR = 4.0
-"""Both sides of the comparison round, in another order each."""
+ROUNDING_CAP = 3e-6
+ROUNDING_FACTOR = 2.0
 
 Row = tuple[tuple[int, ...], str, str, int, bool, str, str, str, str]
 COLUMNS = ("sizes", "zero", "layout", "accumulation", "checkpointing", "padding", "share", "steered", "model")

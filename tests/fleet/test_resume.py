@@ -98,8 +98,7 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(fleets: Fleets, tmp_pat
 def test_resumed_in_another_layout(fleets: Fleets, tmp_path: Path) -> None:
     """Other rank counts and ZeRO stages: moments and step counts included, experts by global id (KempnerForge#202).
 
-    One rank takes two micro-batches where two ranks took one each: the auxiliary loss of a micro-batch is no sum over
-    its sequences, so it must meet the same ones. (The one sequence of bob is alone in its micro-batch either way.)
+    With a balance loss: it is each sequence's own, so other micro-batches change nothing.
     """
     common: dict[str, Any] = {
         "steps": STEPS,
@@ -118,7 +117,7 @@ def test_resumed_in_another_layout(fleets: Fleets, tmp_path: Path) -> None:
 
     def check(sizes: tuple[int, ...], zero: str, base: dict[str, Any], name: str) -> dict[str, Any]:
         life = cut(tmp_path, base, 3, name)
-        fresh = recipe_for(tmp_path, name=name, sizes=sizes, zero=zero, **common, accumulation=3 - sizes[0])
+        fresh = recipe_for(tmp_path, name=name, sizes=sizes, zero=zero, **common)
         began = fleets(*sizes).run(train, fresh)
         assert {step for ranks in began for step in ranks} == {3}
         assert fresh["name"] == life["name"]

@@ -42,7 +42,7 @@ def test_uniform_routing_costs_exactly_top_k(experts: int, data: Any) -> None:
     top_k = data.draw(st.integers(1, experts))
     index = torch.stack([(torch.arange(top_k) + start) % experts for start in range(experts)])
     scores = torch.full((experts, experts), 0.3)
-    torch.testing.assert_close(balance_loss(scores, index), torch.tensor(float(top_k)))
+    torch.testing.assert_close(balance_loss(scores[None], index[None]), torch.tensor(float(top_k)))
 
 
 def test_collapsed_layers_are_not_averaged_away(make_model: MakeModel, tokens: Tensor) -> None:
@@ -59,16 +59,22 @@ def test_collapsed_layers_are_not_averaged_away(make_model: MakeModel, tokens: T
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_losses_by_definition(scoring: str) -> None:
+    """Of two sequences with 20 and 12 tokens: each by itself, averaged with their tokens as weights."""
     torch.manual_seed(0)
     router = FragmentMoeRouter(tiny_config(scoring=scoring))
     torch.nn.init.normal_(router.weight)
-    logits, _, index = router(torch.randn(20, 32))
+    logits, _, index = router(torch.randn(2, 20, 32))
     scores = router.scores(logits)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, :8] = False
     expected = 0.0
-    for expert in range(E):
-        assigned = (index == expert).sum() / 20
-        expected += E * assigned * (scores[:, expert] / scores.sum(-1)).mean()
-    torch.testing.assert_close(balance_loss(scores, index), expected)
+    for row, real in enumerate(mask):
+        ids, probabilities = index.view(2, 20, K)[row][real], scores.view(2, 20, E)[row][real]
+        for expert in range(E):
+            assigned = (ids == expert).sum() / real.sum()
+            share = (probabilities[:, expert] / probabilities.sum(-1)).mean()
+            expected += E * assigned * share * real.sum() / mask.sum()
+    torch.testing.assert_close(balance_loss(scores.view(2, 20, E), index.view(2, 20, K), mask), expected)
     torch.testing.assert_close(z_loss(logits), logits.exp().sum(-1).log().pow(2).mean())
 
 
@@ -138,10 +144,11 @@ def test_aux_weight_does_not_grow_with_the_number_of_parts(
 ) -> None:
     """transformers#48690: with num_items_in_batch, the shares of all ranks add up to one step's loss."""
     model = make_model(router_aux_loss_coef=1.0)
-    same = tokens[:1].expand(6, -1)  # identical rows: the balance loss of every part is that of the whole
-    whole = model(same, labels=same)
+    rows = torch.cat([tokens, tokens.flip(1)])[:6]
+    items = torch.tensor(rows.shape[0] * (rows.shape[1] - 1))
+    whole = model(rows, labels=rows)
     total = sum(
-        model(part, labels=part, num_items_in_batch=torch.tensor(6 * 11)).loss for part in same.chunk(parts)
+        model(part, labels=part, num_items_in_batch=items).loss for part in rows.chunk(parts)
     )
     torch.testing.assert_close(total, whole.loss)
 
