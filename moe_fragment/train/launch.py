@@ -26,7 +26,9 @@ from moe_fragment.observe import RunLog
 from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
 from moe_fragment.train.checkpoint import saved_steps
+from moe_fragment.train.lock import make_directory
 from moe_fragment.train.model import check_model
+from moe_fragment.train.peers import LAUNCH_PID
 from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.view import RunView
 from moe_fragment.train.world import free_port
@@ -65,7 +67,7 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
         run_dir, steps, tokens, final_loss, eval_loss, wan_bytes by channel, clusters.
 
     Raises:
-        ConfigError: the recipe is wrong, or names clusters on other hosts.
+        ConfigError: the recipe is wrong, names clusters on other hosts, or its run directory cannot be written.
         LaunchError: a cluster ended badly.
     """
     recipe = Recipe.load(recipe_path, overrides)
@@ -83,6 +85,8 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
         check_model(recipe, topology)
     except ConfigError as error:
         raise ConfigError(f"{recipe_path}: {error}") from None
+    for name in topology.names:
+        make_directory(run / name)
     devices = place_ranks(topology, _accelerators())
     if any(cluster.accelerator == "cpu" for cluster in topology.clusters):
         _prepare_deepspeed()
@@ -175,6 +179,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", "")]),
         "PYTHONUNBUFFERED": "1",
+        LAUNCH_PID: str(os.getpid()),
     }
 
 
@@ -221,7 +226,6 @@ def _start(
     devices: Sequence[str],
     coordinator: str,
 ) -> _Launcher:
-    directory.mkdir(parents=True, exist_ok=True)
     log = directory / "launcher.log"
     deepspeed = shutil.which("deepspeed", path=_environment()["PATH"])
     if deepspeed is None:

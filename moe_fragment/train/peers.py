@@ -3,12 +3,14 @@
 The deepspeed launcher ends all ranks when one dies and names a process id at best. Every rank knows the process ids of
 all, so the first one that is told to end can say which rank it was that died. A thread of its own acts on the signal
 (through Python's wake-up descriptor), which works while the main thread is inside a collective, and whichever thread of
-the process, native ones included, the signal is delivered to.
+the process, native ones included, the signal is delivered to. The same thread ends the rank when the `moe-fragment
+launch` that wanted it is gone, killed before it could say so.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -16,6 +18,10 @@ import threading
 from dataclasses import dataclass
 
 import psutil
+
+LAUNCH_PID = "MOE_FRAGMENT_LAUNCH_PID"
+"""Environment variable: process id of the `moe-fragment launch` on this host that wants this rank."""
+_LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,10 @@ class Peer:
 
 
 class PeerWatch:
-    """Ends this process on SIGTERM, with a word on who died; create it in the main thread."""
+    """Ends this process on SIGTERM, with a word on who died, or when its launch is gone.
+
+    Create it in the main thread.
+    """
 
     def __init__(self, cluster: str, rank: int) -> None:
         self.this = Peer.this(cluster, rank)
@@ -69,7 +78,13 @@ class PeerWatch:
             sys.stderr.flush()
 
     def _wait_for_signal(self) -> None:
-        while signal.SIGTERM not in os.read(self._read_end, 16):
-            pass
-        self.report()
-        os._exit(128 + signal.SIGTERM)
+        launch = int(os.environ.get(LAUNCH_PID, "0"))
+        while True:
+            ready, _, _ = select.select([self._read_end], [], [], _LOOK_S)
+            if ready and signal.SIGTERM in os.read(self._read_end, 16):
+                self.report()
+                os._exit(128 + signal.SIGTERM)
+            if launch and not psutil.pid_exists(launch):
+                sys.stderr.write(f"moe-fragment: the launch (pid {launch}) is gone; {self.this} ends\n")
+                sys.stderr.flush()
+                os._exit(1)

@@ -39,9 +39,13 @@ class RunView:
                 self._recipe.train.steps, done, self._recipe.name, emulated=self._recipe.fabric.emulate
             )
         self._show_events()
-        if not len(steps):
+        written = steps["step"].value_counts()
+        whole = written.index[written == len(self._topology.names)]
+        if not len(whole):
             return
-        last = steps[steps["step"] == steps["step"].max()]
+        last = steps[
+            steps["step"] == whole.max()
+        ]  # a step that some cluster has not written yet is not shown
         tokens = last["tokens"].sum()
         pairs = last["remote_pairs"].sum() + last["local_pairs"].sum()
         wan = self._log.wan_bytes(steps=[int(last["step"].iloc[0])])

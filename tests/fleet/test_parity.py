@@ -3,11 +3,11 @@
 The table below covers every pair of values of its nine columns (`test_table_is_a_pairwise_cover`), not their
 product. Its last rows are combinations that deserve a run of their own.
 
-The rule for gradients: of each tensor (an expert counts by itself), the L2 distance to one process's is at
-most 1e-6 of its norm, at the first and at the last step. On a processor whose kernels round worse than that,
-the bound is what the two runs may lose to rounding, each as much as one process does against fp64, and never more
-than 3e-6. A tensor that is zero (an expert without a token) must be zero. One process is evaluated at the fleet's own weights, so that the last step does not measure how far Adam
-lets two runs drift; that drift is what the 20 losses measure.
+The rule for gradients: of each tensor (an expert counts by itself), the L2 distance to one process's is at most 1e-6
+of its norm, at the first and at the last step. On a processor whose kernels round worse than that, the bound is what
+the two runs may lose to rounding, each as much as one process does against fp64, and never more than 3e-6. A tensor
+that is zero (an expert without a token) must be zero. One process is evaluated at the fleet's own weights, so that
+the last step does not measure how far Adam lets two runs drift; that drift is what the 20 losses measure.
 """
 
 from __future__ import annotations

@@ -147,9 +147,7 @@ def test_aux_weight_does_not_grow_with_the_number_of_parts(
     rows = torch.cat([tokens, tokens.flip(1)])[:6]
     items = torch.tensor(rows.shape[0] * (rows.shape[1] - 1))
     whole = model(rows, labels=rows)
-    total = sum(
-        model(part, labels=part, num_items_in_batch=items).loss for part in rows.chunk(parts)
-    )
+    total = sum(model(part, labels=part, num_items_in_batch=items).loss for part in rows.chunk(parts))
     torch.testing.assert_close(total, whole.loss)
 
 
