@@ -82,7 +82,7 @@ def build(rank: Rank, case: Case) -> dict[str, float]:
     rank.keep.update(
         whole=whole.train(),
         part=part.train(),
-        tables=LayerPlacement.of(placement, 0, rank.cluster),
+        tables=LayerPlacement.of(placement, 0, rank.cluster, rank.fabric.near),
         hidden=torch.randn(case.tokens, case.hidden, generator=generator).to(dtype).requires_grad_(),
         ids=ids,
         weights=(weights / weights.sum(1, keepdim=True)).to(dtype).requires_grad_(),

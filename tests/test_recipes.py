@@ -147,8 +147,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "fabric.heartbeat_timeout: expected time-outs that grow along heartbeat < exchange < quorum < join, got "
         "heartbeat_timeout 5 s and exchange_timeout 3 s",
     ),
-    "unknown exchange": ({"experts": {"exchange": "smoke"}}, "experts.exchange: expected 'tokens', got 'smoke'"),
-    "unknown sync": ({"sync": {"strategy": "hope"}}, "sync.strategy: expected 'allreduce', got 'hope'"),
+    "unknown exchange": ({"experts": {"exchange": "smoke"}}, "experts.exchange: expected 'tokens' or 'local', got 'smoke'"),
+    "unknown sync": ({"sync": {"strategy": "hope"}}, "sync.strategy: expected 'allreduce', "),
     "clipping in DeepSpeed": (
         zero(gradient_clipping=1.0),
         "deepspeed: gradient_clipping: is decided fleet-wide; set train.clip_norm in the recipe",
@@ -221,9 +221,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         }}},
         "placement.num_experts: 1 experts cannot be spread over 2 clusters",
     ),
-    "replicated expert": (
-        {"placement": {"policy": "manual", "table": {"ada": "0-5", "bob": [5]}}},
-        "placement.table: an expert is on two clusters; replicated experts need a sync of theirs",
+    "field of another strategy": (
+        {"sync": {"strategy": "local_sgd", "overlap": 2}},
+        "sync.overlap: has no effect with strategy local_sgd",
+    ),
+    "router bias apart": (
+        {"sync": {"strategy": "diloco"}, "experts": {"exchange": "local"}, "model": {"config": {"router_bias": True}}},
+        "model.config.router_bias: follows the whole fleet's load in every step",
     ),
     "expert nowhere": (
         {"placement": {"policy": "manual", "table": {"ada": "0-3", "bob": [5]}}},

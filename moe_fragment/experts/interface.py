@@ -28,7 +28,8 @@ def cross_cluster_experts_forward(
 ) -> torch.Tensor:
     """Compute the chosen experts of each token, on whichever clusters they live.
 
-    Collective over the fleet: all ranks call it the same number of times, with any number of tokens, zero included.
+    Collective over the fleet, except under `exchange: local`: all ranks call it the same number of times, with any
+    number of tokens, zero included.
 
     Args:
         module: experts module holding this cluster's experts only, prepared by `fragment`.
@@ -41,6 +42,9 @@ def cross_cluster_experts_forward(
         step is then discarded fleet-wide.
     """
     path: ExpertPath = getattr(module, ATTRIBUTE)
+    if path.local_only:
+        kept = path.keep_local(ids_TK, weights_TK, training=module.training)
+        return experts(module, hidden_TD, kept.slots_TK, kept.weights_TK)
     dispatch = path.dispatch_preprocess(ids_TK, training=module.training)
     exchange, ticket = path.token_dispatch(dispatch, hidden_TD, weights_TK)
     local_TD = experts(module, hidden_TD, path.local_slots(ids_TK), weights_TK)

@@ -7,6 +7,7 @@ clusters (one per token and remote cluster), M rows that arrived from other clus
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +20,26 @@ from moe_fragment.placement import Placement
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Lookup tables of one layer on one cluster: owner cluster of each expert, and local slot of the own ones."""
+    """Lookup tables of one layer on one cluster: which cluster computes each expert, and local slot of the own ones."""
 
     owner_E: torch.Tensor
     slot_E: torch.Tensor
     local: int
 
     @staticmethod
-    def of(placement: Placement, layer: int, cluster: int) -> LayerPlacement:
-        """For decoder layer `layer` of pinned `placement`; foreign experts get the sentinel slot `local`."""
-        owner_E = torch.tensor(placement.owners(layer))
+    def of(placement: Placement, layer: int, cluster: int, near: Sequence[int]) -> LayerPlacement:
+        """For decoder layer `layer` of `placement`; foreign experts get the sentinel slot `local`.
+
+        Of a replicated expert a cluster uses its own copy, else the first in `near` (clusters by distance).
+        """
         experts = placement.experts_of(layer, cluster)
+        distance = {other: place for place, other in enumerate(near)} | {cluster: -1}
+        owner_E = torch.tensor(
+            [
+                min(placement.holders(layer, expert), key=lambda holder: distance[holder])
+                for expert in range(placement.num_experts)
+            ]
+        )
         slot_E = torch.full((placement.num_experts,), len(experts))
         slot_E[list(experts)] = torch.arange(len(experts))
         return LayerPlacement(owner_E, slot_E, len(experts))
@@ -50,6 +60,14 @@ class Dispatch:
     owner_TK: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What stays on this cluster under `exchange: local`: local slots (the sentinel for others) and weights."""
+
+    slots_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
 class ExpertPath:
     """Stages of the expert path of one MoE layer.
 
@@ -67,8 +85,30 @@ class ExpertPath:
         self.placement = placement
         self.layer = layer
         self.statistics = statistics
+        self.local_only = False
+        """Whether tokens stay: each uses the experts of this cluster among those it chose (`exchange: local`)."""
         self._exchanges: list[weakref.ref[Exchange]] = []
         """Those whose backward is to come, in order; they live as long as their autograd graphs."""
+
+    def keep_local(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, training: bool) -> Kept:
+        """Of the chosen experts those of this cluster, their weights raised to what all chosen ones had together.
+
+        A router that knows about clusters chooses from them only; a stock one does not, and a token none of whose
+        experts is here passes the layer by.
+        """
+        if self.placement.owner_E.device != ids_TK.device:
+            self.placement = self.placement.to(ids_TK.device)
+        slots_TK = self.placement.slot_E[ids_TK]
+        here_TK = slots_TK < self.placement.local
+        kept_TK = weights_TK * here_TK
+        total_T1, kept_T1 = weights_TK.sum(dim=-1, keepdim=True), kept_TK.sum(dim=-1, keepdim=True)
+        whole_T1 = here_TK.all(dim=-1, keepdim=True)
+        scale_T1 = torch.where(whole_T1, 1.0, total_T1 / torch.where(kept_T1 == 0, 1.0, kept_T1))
+        if training and not in_recompute():
+            self.statistics.count_local(
+                self.layer, ids_TK=ids_TK, here_TK=here_TK, cluster=self.fabric.cluster
+            )
+        return Kept(slots_TK, kept_TK * scale_T1)
 
     def dispatch_preprocess(self, ids_TK: torch.Tensor, *, training: bool) -> Dispatch:
         """Decide which tokens go where: one row per (token, remote cluster), grouped by cluster."""

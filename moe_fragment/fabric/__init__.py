@@ -2,7 +2,7 @@
 
 from moe_fragment.fabric.config import FabricConfig
 from moe_fragment.fabric.connect import connect
-from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Transfer, Verdict
+from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Transfer, Verdict, WaitClock
 from moe_fragment.fabric.membership import Coordinator, FleetError
 from moe_fragment.fabric.routes import Route
 
@@ -17,5 +17,6 @@ __all__ = [
     "Route",
     "Transfer",
     "Verdict",
+    "WaitClock",
     "connect",
 ]

@@ -20,7 +20,7 @@ from moe_fragment.fabric.membership import (
     reachable_address,
 )
 from moe_fragment.fabric.meter import ByteMeter
-from moe_fragment.fabric.rails import Rail
+from moe_fragment.fabric.rails import Rail, RailGroup
 from moe_fragment.topology import Topology
 
 _LOCAL_S = 1800.0
@@ -34,6 +34,7 @@ def connect(
     cluster: str,
     coordinator: str,
     facts: dict[str, Any],
+    side: bool = False,
 ) -> Fabric:
     """Join the fleet; collective over the fleet.
 
@@ -45,6 +46,7 @@ def connect(
         cluster: name of this rank's cluster.
         coordinator: `host:port` of the coordinator's store.
         facts: what all clusters must agree on, by name; see `join_fleet`.
+        side: whether gateways also get a side rail, for trunk syncs that outlast steps.
 
     Raises:
         FleetError: the coordinator does not answer, a cluster does not appear, or clusters disagree.
@@ -76,9 +78,22 @@ def connect(
         meter=ByteMeter(),
         join_timeout_s=config.join_timeout_s,
         emulated=config.emulate,
+        near=_by_distance(topology, cluster),
     )
-    fabric.everyone(_join, fabric, topology, config, cluster, coordinator, facts)
+    fabric.everyone(_join, fabric, topology, config, cluster, coordinator, facts, side)
     return fabric
+
+
+def _by_distance(topology: Topology, cluster: str) -> tuple[int, ...]:
+    """Indices of all clusters by latency there and back, the cluster itself first."""
+
+    def round_trip_s(other: int) -> float:
+        name = topology.names[other]
+        if name == cluster:
+            return -1.0
+        return topology.link(cluster, name).one_way_s + topology.link(name, cluster).one_way_s
+
+    return tuple(sorted(range(len(topology.names)), key=round_trip_s))
 
 
 def _join(
@@ -88,6 +103,7 @@ def _join(
     cluster: str,
     coordinator: str,
     facts: dict[str, Any],
+    side: bool,
 ) -> None:
     if not fabric.lane.is_gateway:
         fabric.share_address(None)
@@ -119,16 +135,23 @@ def _join(
         address=address,
         exchange_timeout_s=config.exchange_timeout_s,
         quorum_timeout_s=config.quorum_timeout_s,
+        side=side,
     )
     emulator = None
     if config.emulate:
         emulator = LinkEmulator(topology, index, key=store.get("fleet").decode(), seed=config.seed)
-    rail = Rail(
-        member.group,
-        names=topology.names,
-        meter=fabric.meter,
-        timeout_s=config.exchange_timeout_s,
-        eager_bytes=config.eager_bytes,
-        emulator=emulator,
-    )
-    fabric.attach(rail, member, keep=(store, own_store, emulator))
+    groups: list[RailGroup] = [member.group]
+    if member.group.side_group is not None:
+        groups.append(member.group.side_group)
+    rails = [
+        Rail(
+            group,
+            names=topology.names,
+            meter=fabric.meter,
+            timeout_s=config.exchange_timeout_s,
+            eager_bytes=config.eager_bytes,
+            emulator=emulator,
+        )
+        for group in groups
+    ]
+    fabric.attach(rails[0], member, keep=(store, own_store, emulator), side=rails[1] if side else None)

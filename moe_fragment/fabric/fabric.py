@@ -1,8 +1,9 @@
-"""The cross-cluster fabric of one rank: routes for tokens, an all-reduce for the trunk, and the fleet's verdict.
+"""The cross-cluster fabric of one rank: routes for tokens, collectives for whole vectors, and the fleet's verdict.
 
 All transfers run on one background thread in the order they were submitted, over host memory: tokens fly while the
 caller computes, and `Transfer.wait()` says how long that was hidden and how long it was not. Intra-cluster work that
-belongs to a transfer (lanes) uses groups of its own, never DeepSpeed's.
+belongs to a transfer (lanes) uses groups of its own, never DeepSpeed's. A trunk sync that is to outlast steps has
+connections and a thread of its own (the side rail), so that tokens never queue behind it.
 
 A failed exchange raises nowhere: `healthy` turns false, later exchanges of the step return no rows or zeros, and
 `verdict()` tells every rank of every cluster that the step is to be discarded.
@@ -17,12 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from moe_fragment.fabric.collectives import all_reduce
 from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.lanes import Lane
 from moe_fragment.fabric.membership import FleetError, Member
@@ -89,6 +90,7 @@ class Fabric:
         meter: byte counters (counted on gateways).
         join_timeout_s: longest wait for another cluster outside steps.
         emulated: whether links are emulated; goes into the run log.
+        near: indices of all clusters, nearest first; default by index.
     """
 
     def __init__(
@@ -101,9 +103,11 @@ class Fabric:
         meter: ByteMeter,
         join_timeout_s: float = 600.0,
         emulated: bool = False,
+        near: tuple[int, ...] = (),
     ) -> None:
         self.cluster = cluster
         self.names = names
+        self.near = near or tuple(range(len(names)))
         self.lane = lane
         self.emulated = emulated
         self._join_timeout = timedelta(seconds=join_timeout_s)
@@ -112,16 +116,20 @@ class Fabric:
         self.clock = WaitClock()
         self.failure: ExchangeError | None = None
         self._rail: Rail | None = None
+        self._side: Rail | None = None
         self._member: Member | None = None
         self._keep: tuple[Any, ...] = ()
         self._routes = RouteTable(
             lane, len(names), on_failure=self._fail, healthy=lambda: self.failure is None
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fabric")
+        self._side_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="side")
 
-    def attach(self, rail: Rail, member: Member, keep: tuple[Any, ...] = ()) -> None:
+    def attach(
+        self, rail: Rail, member: Member, keep: tuple[Any, ...] = (), side: Rail | None = None
+    ) -> None:
         """Make this rank a gateway; `keep` holds what must live as long (stores, the link table)."""
-        self._rail, self._member, self._keep = rail, member, keep
+        self._rail, self._side, self._member, self._keep = rail, side, member, keep
         self._routes.rail = rail
 
     @property
@@ -245,46 +253,58 @@ class Fabric:
         """Start answering along `route`: uint8 [route.arrived, b] in, uint8 [route.sent, b] out."""
         return self._submit(self._routes.reverse, route, rows, channel)
 
-    # -- trunk -------------------------------------------------------------------------------------------------
+    # -- whole vectors -----------------------------------------------------------------------------------------
 
-    def all_reduce(self, vector: torch.Tensor, channel: str = "trunk") -> Transfer[None]:
-        """Start summing `vector` (1-D, host memory) over the rail's gateways, in place; gateways only.
+    @property
+    def everybody(self) -> tuple[int, ...]:
+        """Indices of all clusters."""
+        return tuple(range(self.clusters))
 
-        Each cluster sums one piece (in cluster order) and hands it round: 2 (C - 1) / C of the vector leaves each
-        cluster, in two message delays, and the result is the same to the bit everywhere. After a failure the
-        vector's contents are undefined and the step is discarded.
+    def collective(
+        self, act: Callable[..., T], *arguments: Any, side: bool = False
+    ) -> Transfer[tuple[bool, T | None]]:
+        """Start `act(rail, cluster, clusters, *arguments)`, one of `fabric.collectives`; gateways only.
+
+        Args:
+            act: communicates over the rail it is given.
+            arguments: what it takes.
+            side: on the side rail, where it may outlast steps (see `begin_side`).
+
+        Returns:
+            whether it went well, and its result. A failure on the rail fails the step, one on the side rail nothing.
         """
-        return self._submit(self._all_reduce, vector, channel)
+        return self._submit(
+            self._collective, act, arguments, side, thread=self._side_thread if side else None
+        )
 
-    def _all_reduce(self, vector: torch.Tensor, channel: str) -> None:
-        rail = self._rail
-        assert rail is not None, "only gateways reduce over a rail"
-        if self.failure is not None:
-            return
-        bounds = [vector.numel() * index // self.clusters for index in range(self.clusters + 1)]
-        pieces = [vector[low:high] for low, high in pairwise(bounds)]
-        own = pieces[self.cluster]
-        size = vector.element_size()
+    def _collective(
+        self, act: Callable[..., T], arguments: tuple[Any, ...], side: bool
+    ) -> tuple[bool, T | None]:
+        rail = self._side if side else self._rail
+        assert rail is not None, "only gateways communicate over a rail"
+        if not side and self.failure is not None:
+            return False, None
         try:
-            heard = rail.exchange(
-                "trunk",
-                [as_bytes(piece) for piece in pieces],
-                channel,
-                [own.numel() * size] * self.clusters,
-            )
-            heard[self.cluster] = as_bytes(own).clone()
-            own.zero_()
-            for part in heard:
-                if part.numel():
-                    own += from_bytes(part, vector.dtype)
-            heard = rail.exchange(
-                "trunk", [as_bytes(own)] * self.clusters, channel, [piece.numel() * size for piece in pieces]
-            )
-            for piece, part in zip(pieces, heard, strict=True):
-                if part.numel():
-                    piece.copy_(from_bytes(part, vector.dtype))
+            return True, act(rail, self.cluster, self.clusters, *arguments)
         except ExchangeError as error:
-            self._fail(error)
+            if not side:
+                self._fail(error)
+                return False, None
+            log.warning("%s", error)
+            rail.drop()
+            return False, None
+
+    def begin_side(self, step: int) -> None:
+        """Number what follows on the side rail as of fleet step `step`, after `begin_step` and with nothing under way.
+
+        Without a side rail (see `connect`), or on a rank that is no gateway, there is nothing to number.
+        """
+        if self._side is not None:
+            try:
+                self._side.begin_step(step)
+            except Exception as error:  # a peer that died since the quorum: the transfer will fail
+                log.warning("the side rail of step %s broke: %s", step, first_line(error))
+                self._side.drop()
 
     def fleet_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small host tensor over all ranks of the fleet, over the first rail; collective over the fleet.
@@ -294,7 +314,7 @@ class Fabric:
         self.cluster_sum(values)
         if self._rail is not None and self.lane.layout.rail == 0:
             flat = values.reshape(-1)
-            self._submit(self._all_reduce, flat, "control").wait()
+            self.collective(all_reduce, flat, "control", self.everybody).wait()
             values = flat.view(values.shape)
         if self.control is not None:
             dist.broadcast(values, src=0, group=self.control)
@@ -366,31 +386,22 @@ class Fabric:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def _submit(self, act: Callable[..., T], *arguments: Any) -> Transfer[T]:
+    def _submit(
+        self, act: Callable[..., T], *arguments: Any, thread: ThreadPoolExecutor | None = None
+    ) -> Transfer[T]:
         def timed() -> tuple[T, float]:
             started = time.monotonic()
             result = act(*arguments)
             return result, time.monotonic() - started
 
-        return Transfer(self._thread.submit(timed), self.clock)
+        return Transfer((thread or self._thread).submit(timed), self.clock)
 
     def close(self) -> None:
         """Finish what is under way and leave the fleet."""
         self._thread.shutdown(wait=True)
+        self._side_thread.shutdown(wait=True)
         if self._member is not None:
             self._member.close()
         for held in self._keep:
             if isinstance(held, LinkEmulator):
                 held.close()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as uint8 [numel * element_size]."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def from_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of `as_bytes`, 1-D; copies when the bytes do not start on a boundary of `dtype`."""
-    if data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype)

@@ -153,11 +153,13 @@ class FabricGroup(ProcessGroupGloo):
         timeout: for connecting.
         address: name or address of this host that peers connect to; left to itself, gloo would offer whatever the
             machine's name resolves to, often loopback.
+        side: make a second set of connections with each configuration, `side_group`.
     """
 
-    def __init__(self, timeout: timedelta, address: str) -> None:
+    def __init__(self, timeout: timedelta, address: str, *, side: bool = False) -> None:
         super().__init__(timeout=timeout)
         self._address = address
+        self.side_group = SideGroup(self) if side else None
         self.peers = Peers((0,), 0)
         self.generation = 0
         """Counts the quorums this group was configured for."""
@@ -184,6 +186,11 @@ class FabricGroup(ProcessGroupGloo):
         self.peers = Peers(tuple(member // group_world_size for member in global_ranks), rank)
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        if self.side_group is not None:
+            self.side_group.connected = self._connect(dist.PrefixStore("side", store), rank, world_size)
+        return self._connect(store, rank, world_size)
+
+    def _connect(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, world_size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -199,6 +206,43 @@ class FabricGroup(ProcessGroupGloo):
     def drop(self) -> None:
         """Let go of the connections without aborting, so that peers see them closed at once."""
         self._pg = None
+        if self.side_group is not None:
+            self.side_group.drop()
+
+
+class SideGroup:
+    """Connections between the same gateways as `main`'s, configured and dropped with them."""
+
+    def __init__(self, main: FabricGroup) -> None:
+        self._main = main
+        self.connected: dist.ProcessGroup | None = None
+
+    @property
+    def peers(self) -> Peers:
+        """As the main group's."""
+        return self._main.peers
+
+    @property
+    def generation(self) -> int:
+        """As the main group's."""
+        return self._main.generation
+
+    def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
+        """Start sending."""
+        return self._group().send(tensors, dst_rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int) -> Any:
+        """Start receiving."""
+        return self._group().recv(tensors, src_rank, tag)
+
+    def _group(self) -> dist.ProcessGroup:
+        if self.connected is None:
+            raise RuntimeError("the side rail is not connected")
+        return self.connected
+
+    def drop(self) -> None:
+        """Let go of these connections; the main group's stay."""
+        self.connected = None
 
 
 class Member:
@@ -213,6 +257,7 @@ class Member:
         clusters: how many clusters a step needs.
         address: at which other clusters reach this gateway.
         exchange_timeout_s, quorum_timeout_s: see `FabricConfig`.
+        side: also connect a side group.
     """
 
     def __init__(
@@ -228,8 +273,9 @@ class Member:
         address: str,
         exchange_timeout_s: float,
         quorum_timeout_s: float,
+        side: bool = False,
     ) -> None:
-        self.group = FabricGroup(timedelta(seconds=exchange_timeout_s), address)
+        self.group = FabricGroup(timedelta(seconds=exchange_timeout_s), address, side=side)
         self.store = store
         self._clusters = clusters
         self._manager = Manager(

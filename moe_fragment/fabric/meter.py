@@ -23,6 +23,7 @@ class Traffic:
     sent_framing: int = 0
     received_framing: int = 0
     messages: int = 0
+    """Sent ones."""
 
 
 class ByteMeter:
@@ -32,15 +33,24 @@ class ByteMeter:
         self._lock = threading.Lock()
         self._counts: dict[tuple[int, str], Traffic] = defaultdict(Traffic)
 
-    def count(self, peer: int, channel: str, *, sent: int, received: int, framing: int) -> None:
-        """Count one exchange with cluster `peer`: payload bytes each way, framing bytes each way."""
+    def count(
+        self,
+        peer: int,
+        channel: str,
+        *,
+        sent: int = 0,
+        received: int = 0,
+        sent_framing: int = 0,
+        received_framing: int = 0,
+    ) -> None:
+        """Count one message to or from cluster `peer`: payload and framing bytes."""
         with self._lock:
             traffic = self._counts[peer, channel]
             traffic.sent += sent
             traffic.received += received
-            traffic.sent_framing += framing
-            traffic.received_framing += framing
-            traffic.messages += 1
+            traffic.sent_framing += sent_framing
+            traffic.received_framing += received_framing
+            traffic.messages += sent_framing > 0
 
     def drain(self) -> dict[tuple[int, str], Traffic]:
         """The counters since the last drain, by (peer cluster index, channel)."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -53,8 +54,13 @@ class Peers:
 class RailGroup(Protocol):
     """What a rail needs of its process group: point-to-point messages, and who its ranks are."""
 
-    peers: Peers
-    generation: int
+    @property
+    def peers(self) -> Peers:
+        """Who is there."""
+
+    @property
+    def generation(self) -> int:
+        """Changes with every configuration."""
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
         """Start sending."""
@@ -122,24 +128,39 @@ class Rail:
         self._posted = {}
         self.group.drop()
 
-    def _ranks(self) -> list[int]:
-        """Ranks of the process group but our own."""
+    def _ranks(self, clusters: Collection[int] | None = None) -> list[int]:
+        """Ranks of the process group but our own; of these clusters only, if given."""
         peers = self.group.peers
-        return [rank for rank in range(len(peers.clusters)) if rank != peers.rank]
+        return [
+            rank
+            for rank, cluster in enumerate(peers.clusters)
+            if rank != peers.rank and (clusters is None or cluster in clusters)
+        ]
 
     def _post(self, rank: int, buffer: torch.Tensor) -> None:
         self._posted[rank].append((buffer, self.group.recv([buffer], rank, _EAGER)))
 
     def exchange(
-        self, kind: str, send_C: list[torch.Tensor], channel: str, expect_C: list[int] | None = None
+        self,
+        kind: str,
+        send_C: list[torch.Tensor],
+        channel: str,
+        expect_C: list[int] | None = None,
+        *,
+        to: Collection[int] | None = None,
+        source: Collection[int] | None = None,
     ) -> list[torch.Tensor]:
-        """Send one byte buffer to every cluster and receive one from each.
+        """Send one byte buffer to every cluster and receive one from each; or to and from some of them.
+
+        Every gateway of the rail calls it, also one that has nobody to talk to this time.
 
         Args:
             kind: one of `wire.KINDS`.
             send_C: uint8 [n] per cluster index (the own entry is ignored), contiguous, in host memory.
             channel: what the meter files it under.
             expect_C: bytes that must come from each cluster, where this side knows them.
+            to, source: indices of the clusters to send to and to receive from; None for all. Whom one side names
+                in `to` must name it in `source`.
 
         Returns:
             uint8 [n] per cluster index; empty for the own cluster and for clusters not on the rail.
@@ -152,8 +173,12 @@ class Rail:
         received = [torch.empty(0, dtype=torch.uint8) for _ in self._names]
         deliver_at_s = 0.0
         try:
-            sends = [work for rank in self._ranks() for work in self._send(rank, mine, send_C)]
-            for rank in self._ranks():
+            sends = []
+            for rank in self._ranks(to):
+                sends += self._send(rank, mine, send_C)
+                cluster = self.group.peers.clusters[rank]
+                self._meter.count(cluster, channel, sent=send_C[cluster].numel(), sent_framing=FRAME_BYTES)
+            for rank in self._ranks(source):
                 cluster = self.group.peers.clusters[rank]
                 frame, data = self._receive(rank, mine)
                 if expect_C is not None and frame.size != expect_C[cluster]:
@@ -163,8 +188,7 @@ class Rail:
                     )
                 received[cluster] = data
                 deliver_at_s = max(deliver_at_s, frame.deliver_at_s)
-                sent = send_C[cluster].numel()
-                self._meter.count(cluster, channel, sent=sent, received=frame.size, framing=FRAME_BYTES)
+                self._meter.count(cluster, channel, received=frame.size, received_framing=FRAME_BYTES)
             for work, _ in sends:
                 work.wait(self._timeout)
         except ExchangeError:

@@ -18,6 +18,7 @@ from torch import nn
 from moe_fragment.experts import IMPLEMENTATION, ExpertPath, ExpertStatistics, LayerPlacement, register
 from moe_fragment.experts.interface import ATTRIBUTE
 from moe_fragment.fabric import Fabric
+from moe_fragment.models.router import routers
 from moe_fragment.placement import Placement
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
@@ -56,6 +57,37 @@ class Fragmented:
                 return self.placement.experts_of(layer.index, self.cluster)
         return None
 
+    def holders(self, parameter_name: str, expert: int) -> tuple[int, ...]:
+        """Indices of the clusters that hold a copy of an expert of a stacked parameter."""
+        prefix = parameter_name.rpartition(".")[0]
+        layer = next(layer for layer in self.layers if layer.name == prefix)
+        return self.placement.holders(layer.index, expert)
+
+    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of clusters that share experts, each once; the same on every cluster."""
+        found = {
+            self.placement.holders(layer.index, expert)
+            for layer in self.layers
+            for expert in range(self.placement.num_experts)
+        }
+        return tuple(sorted(holders for holders in found if len(holders) > 1))
+
+    def route_locally(self, model: nn.Module, local: bool) -> None:
+        """Restrict routing to this cluster's experts (`exchange: local`), or lift that.
+
+        FragmentMoe's routers choose among them; of a stock router's choice the others are dropped.
+
+        Raises:
+            ValueError: a FragmentMoe router is to choose more experts than this cluster holds in its layer.
+        """
+        found = routers(model)
+        for position, layer in enumerate(self.layers):
+            path: ExpertPath = getattr(layer.module, ATTRIBUTE)
+            path.local_only = local
+            if found:
+                held = self.placement.experts_of(layer.index, self.cluster) if local else None
+                found[position].restrict(held)
+
 
 def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     """The MoE layers of a transformers model, by decoder layer.
@@ -93,7 +125,8 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
 
     Args:
         model: a transformers MoE model with all its experts.
-        placement: pinned placement over the fabric's clusters, covering every MoE layer of the model.
+        placement: over the fabric's clusters, covering every MoE layer of the model. Copies of a replicated expert are
+            used where they are nearest; keeping them together is the sync's business.
         fabric: of this rank.
 
     Returns:
@@ -118,7 +151,7 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
             kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=trains)
             setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
-        tables = LayerPlacement.of(placement, layer.index, fabric.cluster)
+        tables = LayerPlacement.of(placement, layer.index, fabric.cluster, fabric.near)
         setattr(layer.module, ATTRIBUTE, ExpertPath(fabric, tables, layer=position, statistics=statistics))
     _use_cross_cluster(model, layers)
     model.fragmented = Fragmented(placement, fabric.cluster, layers, statistics)
@@ -128,10 +161,6 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
 def _check_placement(layers: tuple[ExpertLayer, ...], placement: Placement, fabric: Fabric) -> None:
     if tuple(placement.clusters) != tuple(fabric.names):
         raise ValueError(f"the placement is for clusters {placement.clusters}, the fabric has {fabric.names}")
-    if not placement.is_pinned:
-        raise ValueError(
-            "the placement replicates experts; replicated experts need a sync among their clusters"
-        )
     for layer in layers:
         if layer.index not in placement.layers:
             raise ValueError(f"the placement says nothing about layer {layer.index}, which has experts")

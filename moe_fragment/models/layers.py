@@ -156,9 +156,11 @@ class FragmentMoeBlock(nn.Module):
         terms = []
         if self.balance_coef > 0:
             mask_BS = None if mask_T is None else mask_T.view(shape_BS)
-            scores_BSE, index_BSK = (
-                rows.view(*shape_BS, -1) for rows in (self.gate.scores(logits_TE), index_TK)
-            )
+            scores_TE = self.gate.scores(logits_TE)
+            if self.gate.held is not None:  # balance among those that can be chosen
+                held = torch.tensor(self.gate.held, device=logits_TE.device).sort().values
+                scores_TE, index_TK = scores_TE[:, held], torch.searchsorted(held, index_TK)
+            scores_BSE, index_BSK = (rows.view(*shape_BS, -1) for rows in (scores_TE, index_TK))
             terms.append(self.balance_coef * balance_loss(scores_BSE, index_BSK, mask_BS))
         if self.z_coef > 0:
             terms.append(self.z_coef * z_loss(logits_TE, mask_T))

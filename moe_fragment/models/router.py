@@ -67,6 +67,8 @@ class FragmentMoeRouter(ExactBuffers):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.router_bias else None
         self.register_buffer("e_score_correction_bias", bias)
+        self.held: tuple[int, ...] | None = None
+        """Ids of the experts to choose from; None for all."""
         counts = torch.zeros(config.num_experts, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
@@ -77,18 +79,22 @@ class FragmentMoeRouter(ExactBuffers):
             hidden: [..., D], any float dtype.
 
         Returns:
-            Raw logits [T, E], routing weights [T, K] (both fp32, or fp64 for an fp64 input), and expert ids
-            [T, K] int64. The weights stay in fp32: every experts implementation multiplies them into the
-            expert output before it casts back, and rounding them first (as Qwen3-MoE does in bf16) gains
-            nothing.
+            Raw logits [T, E] (-inf where `restrict` rules an expert out), routing weights [T, K] (both fp32, or fp64
+            for an fp64 input), and expert ids [T, K] int64. The weights stay in fp32: every experts implementation
+            multiplies them into the expert output before it casts back, and rounding them first (as Qwen3-MoE does in
+            bf16) gains nothing.
         """
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
         exact = torch.promote_types(torch.promote_types(hidden.dtype, self.weight.dtype), torch.float32)
         with maybe_autocast(hidden.device.type, enabled=False):
             logits_TE = F.linear(hidden_TD.to(exact), self.weight.to(exact))
+            if self.held is not None:
+                logits_TE = logits_TE.masked_fill(self._elsewhere(logits_TE.device), -torch.inf)
             scores_TE = self.scores(logits_TE)
             bias_E = self.e_score_correction_bias
             choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+            if self.held is not None:
+                choice_TE = choice_TE.masked_fill(self._elsewhere(logits_TE.device), -torch.inf)
             # The order of the K experts decides the rounding of their sum. Stock sigmoid models do not sort,
             # stock softmax models do; following each keeps exported logits equal to the last bit.
             index_TK = torch.topk(choice_TE, self.top_k, dim=-1, sorted=self.scoring == "softmax").indices
@@ -98,6 +104,23 @@ class FragmentMoeRouter(ExactBuffers):
                 weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + eps)
             weights_TK = weights_TK * self.routed_scaling_factor
         return logits_TE, weights_TK, index_TK
+
+    def restrict(self, held: tuple[int, ...] | None) -> None:
+        """Choose from these experts only, as if there were no others; None for all.
+
+        Raises:
+            ValueError: they are fewer than each token is to have.
+        """
+        if held is not None and len(held) < self.top_k:
+            raise ValueError(f"cannot choose {self.top_k} experts for each token from {len(held)}")
+        self.held = held
+
+    def _elsewhere(self, device: torch.device) -> Tensor:
+        """[E] bool: the experts not to choose from."""
+        assert self.held is not None
+        elsewhere_E = torch.ones(self.num_experts, dtype=torch.bool, device=device)
+        elsewhere_E[list(self.held)] = False
+        return elsewhere_E
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Unbiased scores [T, E] in (0, 1) from raw logits [T, E]."""

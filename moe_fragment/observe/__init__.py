@@ -5,6 +5,7 @@ from moe_fragment.observe.layout import (
     SCALARS,
     STEP_DISCARDED,
     STEP_SKIPPED,
+    SYNC_POISONED,
     RunLogError,
 )
 from moe_fragment.observe.report import print_report, render, report
@@ -16,6 +17,7 @@ __all__ = [
     "SCALARS",
     "STEP_DISCARDED",
     "STEP_SKIPPED",
+    "SYNC_POISONED",
     "RunLog",
     "RunLogError",
     "RunWriter",

@@ -35,6 +35,8 @@ STEP_DISCARDED = "step_discarded"
 """Kind of the event that says: this step failed somewhere in the fleet and was undone everywhere."""
 STEP_SKIPPED = "step_skipped"
 """Kind of the event that says: this step overflowed numerically and was not applied."""
+SYNC_POISONED = "sync_poisoned"
+"""Kind of the event that says: a cluster's contribution to a merge was not finite and was left out."""
 
 SCALARS = (
     "loss",  # mean over this cluster's loss-bearing tokens of the step, nats
@@ -50,6 +52,11 @@ SCALARS = (
     "local_pairs",  # (token, expert) pairs computed in this cluster for its own tokens
     "remote_pairs",  # (token, expert) pairs of this cluster's tokens computed elsewhere
     "rows_without_dedup",  # rows that one row for each pair would have sent
+    "dropped_pairs",  # (token, expert) pairs left out because the expert is elsewhere and tokens stay
+    "sync_s",  # wall clock of the syncs after the step, seconds (not in step_s)
+    "trunk_distance",  # RMS distance of trunk copies before a merge, relative to the trunk; only in steps with one
+    "trunk_cosine",  # mean cosine between the clusters' pseudo-gradients; only in steps with a merge
+    "codec_error",  # relative L2 error of what a codec sent; only in steps with a merge
 )
 """What the training loop writes; others may be added freely, `loss` and `tokens` may not be missing."""
 

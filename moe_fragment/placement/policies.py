@@ -1,8 +1,8 @@
-"""Ways to decide which cluster holds which expert: evenly, by capacity, or by hand.
+"""Ways to decide which cluster holds which expert: evenly, by capacity, all of them everywhere, or by hand.
 
 ``even`` and ``capacity`` give contiguous ids, the same in every layer, and at least one expert to every
 cluster. Only ``manual`` can leave a cluster without experts, scatter ids, differ between layers, or
-replicate. Search for a good placement is not here but in planning.
+replicate some. Search for a good placement is not here but in planning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_fragment.placement.placement import (
 )
 from moe_fragment.topology import Topology
 
-Policy = Literal["even", "capacity", "manual"]
+Policy = Literal["even", "capacity", "replicated", "manual"]
 
 
 def place_experts(
@@ -41,7 +41,8 @@ def place_experts(
         num_experts: experts per MoE layer of the whole model, E.
         layers: indices of the MoE layers; a number n stands for layers 0 to n - 1.
         policy: ``even`` (sizes differ by one at most, the first clusters get more), ``capacity`` (in
-            proportion to ``capacities``, largest remainder first, never none) or ``manual`` (by ``table``).
+            proportion to ``capacities``, largest remainder first, never none), ``replicated`` (all experts on
+            every cluster) or ``manual`` (by ``table``).
         capacities: for ``capacity``: one positive number per cluster, in order or by name; default the ranks
             of each cluster of a Topology.
         table: for ``manual``: ``{cluster: ids}`` for all layers or ``{layer: {cluster: ids}}``. Ids are
@@ -64,7 +65,10 @@ def place_experts(
     if table is not None and policy != "manual":
         raise PlacementError(f"table: expected only with policy 'manual', but the policy is '{policy}'")
 
-    if policy == "manual":
+    if policy == "replicated":
+        everything = tuple(range(num_experts))
+        held: dict[int, Any] = dict.fromkeys(indices, (everything,) * len(names))
+    elif policy == "manual":
         held = _read_table(table, names, num_experts, indices)
     else:
         if num_experts < len(names):

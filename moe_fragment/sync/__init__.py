@@ -1,6 +1,28 @@
-"""Trunk sync: keeping the copies of the trunk on all clusters together."""
+"""Sync: keeping the copies of the trunk, and of replicated experts, together."""
 
-from moe_fragment.sync.allreduce import TrunkAllReduce
 from moe_fragment.sync.canonical import CanonicalVector, Run
+from moe_fragment.sync.config import SyncConfig
+from moe_fragment.sync.gradient import GradientSync
+from moe_fragment.sync.guard import Guard
+from moe_fragment.sync.mixing import MixingSync
+from moe_fragment.sync.outer import OuterSGD
+from moe_fragment.sync.parameter import ParameterSync, Rounds
+from moe_fragment.sync.report import SyncReport
+from moe_fragment.sync.state import checksum
+from moe_fragment.sync.vector import Crew, RailVector
 
-__all__ = ["CanonicalVector", "Run", "TrunkAllReduce"]
+__all__ = [
+    "CanonicalVector",
+    "Crew",
+    "GradientSync",
+    "Guard",
+    "MixingSync",
+    "OuterSGD",
+    "ParameterSync",
+    "RailVector",
+    "Rounds",
+    "Run",
+    "SyncConfig",
+    "SyncReport",
+    "checksum",
+]

@@ -55,6 +55,8 @@ class Manifest:
     """Adam's step counts by canonical parameter."""
     shapes: dict[str, list[int]]
     """Shape of each canonical parameter."""
+    sync: dict[str, Any]
+    """What the sync strategy has to remember besides tensors."""
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest file."""

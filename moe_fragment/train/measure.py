@@ -11,6 +11,7 @@ import torch
 from moe_fragment.experts import ExpertStatistics
 from moe_fragment.fabric import Fabric
 from moe_fragment.observe import CHANNELS
+from moe_fragment.sync import SyncReport
 from moe_fragment.train.step import StepReport
 
 WanBytes = dict[str, dict[str, dict[str, int]]]
@@ -38,11 +39,20 @@ class Measurements:
 
 
 def measure(
-    fabric: Fabric, statistics: ExpertStatistics, report: StepReport, names: Sequence[str]
+    fabric: Fabric,
+    statistics: ExpertStatistics,
+    report: StepReport,
+    syncs: Sequence[SyncReport],
+    names: Sequence[str],
 ) -> Measurements:
-    """Bring a step's measurements together; collective over the cluster."""
-    waits = [report.step_s, report.wan_wait_s, report.wan_hidden_s, report.local_wait_s]
-    pairs = [statistics.local_pairs, statistics.remote_pairs, statistics.remote_rows]
+    """Bring together what was measured in a step and in the syncs after it; collective over the cluster."""
+    waits = [report.step_s, report.wan_wait_s, report.wan_hidden_s, report.local_wait_s, report.sync_s]
+    pairs = [
+        statistics.local_pairs,
+        statistics.remote_pairs,
+        statistics.dropped_pairs,
+        statistics.remote_rows,
+    ]
     wan = torch.zeros(len(names), len(CHANNELS), 2, dtype=torch.float64)
     framing = 0
     for (peer, channel), traffic in fabric.meter.drain().items():
@@ -55,18 +65,22 @@ def measure(
     parts = [own, wan, statistics.traffic_LC, statistics.load_LE]
     total = fabric.cluster_sum(torch.cat([part.double().reshape(-1) for part in parts]))
     sums, wan_sum, traffic, load = total.split([part.numel() for part in parts])
-    ranks, step_s, wan_wait_s, hidden_s, local_s, local_pairs, remote_pairs, rows, framing_sum = sums.tolist()
+    ranks, step_s, wan_wait_s, hidden_s, local_s, sync_s, *pair_sums, rows, framing_sum = sums.tolist()
+    local_pairs, remote_pairs, dropped_pairs = pair_sums
     scalars = {
         "step_s": step_s / ranks,
         "compute_s": max(0.0, (step_s - wan_wait_s - local_s) / ranks),
         "local_wait_s": local_s / ranks,
         "wan_wait_s": wan_wait_s / ranks,
         "wan_hidden_s": hidden_s / ranks,
+        "sync_s": sync_s / ranks,
         "remote_rows": rows,
         "local_pairs": local_pairs,
         "remote_pairs": remote_pairs,
+        "dropped_pairs": dropped_pairs,
         "rows_without_dedup": remote_pairs,
         "framing_bytes": framing_sum,
+        **_of_merges([sync for sync in syncs if sync.outcome in ("merged", "refused")]),
     }
     counted = wan_sum.view(wan.shape).long().tolist()
     wan_bytes: WanBytes = {
@@ -83,3 +97,14 @@ def measure(
         traffic.view(statistics.traffic_LC.shape).long().numpy(),
         load.view(statistics.load_LE.shape).long().numpy(),
     )
+
+
+def _of_merges(syncs: Sequence[SyncReport]) -> dict[str, float]:
+    """Means over the merges of a step; nothing if there was none."""
+    if not syncs:
+        return {}
+    return {
+        "trunk_distance": sum(sync.distance for sync in syncs) / len(syncs),
+        "trunk_cosine": sum(sync.cosine for sync in syncs) / len(syncs),
+        "codec_error": sum(sync.codec_error for sync in syncs) / len(syncs),
+    }

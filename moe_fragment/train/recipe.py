@@ -18,6 +18,7 @@ from moe_fragment.fabric.config import FabricConfig
 from moe_fragment.placement import Placement, PlacementError, place_experts
 from moe_fragment.placement.policies import Policy
 from moe_fragment.schema import ConfigError, Count, FieldError, Section, explain, load_yaml
+from moe_fragment.sync.config import SyncConfig
 from moe_fragment.topology import Topology
 from moe_fragment.train.data import DataConfig, Weight
 from moe_fragment.train.engine import check_deepspeed_config, is_bf16, load_deepspeed_config
@@ -53,7 +54,8 @@ class PlacementConfig(Section):
     """The `placement` section: which cluster holds which expert."""
 
     policy: Policy = "even"
-    """`even`, `capacity` (by ranks, or by `capacities`) or `manual` (by `table`). Default even."""
+    """`even`, `capacity` (by ranks, or by `capacities`), `replicated` (all experts on every cluster) or `manual` (by
+    `table`). Default even."""
     capacities: dict[str, float] | None = None
     """Cluster to weight, for `capacity`. Default: ranks."""
     table: dict[Any, Any] | None = None
@@ -63,15 +65,9 @@ class PlacementConfig(Section):
 class ExpertsConfig(Section):
     """The `experts` section: how tokens and experts of different clusters meet."""
 
-    exchange: Literal["tokens"] = "tokens"
-    """Tokens travel to the experts, every step."""
-
-
-class SyncConfig(Section):
-    """The `sync` section: how the trunk's copies stay together."""
-
-    strategy: Literal["allreduce"] = "allreduce"
-    """Exact hierarchical all-reduce of gradients, every step."""
+    exchange: Literal["tokens", "local"] = "tokens"
+    """`tokens`: they travel to the experts, every step. `local`: they stay, and routing is restricted to the experts of
+    their cluster; in an evaluation they travel. Default tokens."""
 
 
 class DeepSpeedConfig(Section):
@@ -215,6 +211,15 @@ class Recipe(Section):
             raise ConfigError(
                 f"{where}: fabric.emulate: links can be emulated on one machine only, but the topology has hosts"
             )
+        if (
+            self.experts.exchange == "local"
+            and not self.sync.is_gradient
+            and self.model.config.get("router_bias")
+        ):
+            raise ConfigError(
+                f"{where}: model.config.router_bias: follows the whole fleet's load in every step, which clusters that "
+                f"train apart (experts.exchange: local, sync.strategy: {self.sync.strategy}) do not know"
+            )
         try:
             self.batches(topology)
         except ValueError as error:
@@ -257,7 +262,7 @@ class Recipe(Section):
         """Which cluster holds which expert of the model.
 
         Raises:
-            ConfigError: the placement does not fit the model or the fleet, or replicates experts.
+            ConfigError: the placement does not fit the model or the fleet.
         """
         try:
             placement = place_experts(
@@ -270,10 +275,6 @@ class Recipe(Section):
             )
         except PlacementError as error:
             raise ConfigError(f"placement.{error}") from None
-        if not placement.is_pinned:
-            raise ConfigError(
-                "placement.table: an expert is on two clusters; replicated experts need a sync of theirs"
-            )
         return placement
 
     def facts(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, connect
 from moe_fragment.models.fragment import fragment
-from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, RunWriter
+from moe_fragment.observe import STEP_DISCARDED, STEP_SKIPPED, SYNC_POISONED, RunWriter
 from moe_fragment.observe.layout import SCHEMA_FILE
 from moe_fragment.schema import ConfigError
+from moe_fragment.sync import SyncReport
 from moe_fragment.topology import Topology
 from moe_fragment.train.checkpoint import (
     Checkpoint,
@@ -66,6 +68,7 @@ class ClusterRun:
             cluster=world.cluster,
             coordinator=world.coordinator,
             facts=joining_facts(recipe, self.data.fingerprint),
+            side=recipe.sync.overlap > 0,
         )
         self._introduce(watch)
         self.directory = recipe.run_directory / world.cluster
@@ -118,8 +121,11 @@ class ClusterRun:
             rails=self.topology.num_rails,
             local_rank=self.world.local_rank,
             local_ranks=self.world.size,
+            sync=recipe.sync,
+            exchange_tokens=recipe.experts.exchange == "tokens",
         )
         self.fragmented = model.fragmented
+        self._route_as_trained()
         seed_everything(train.seed, self.index, self.world.local_rank)
 
     def _begin(self) -> None:
@@ -137,7 +143,9 @@ class ClusterRun:
             self.fabric.everyone(self._take_up, step)
         except (ConfigError, FleetError) as caught:
             error = caught
-        trunk = trunk_checksum(self.stepper.shards, self.fabric)
+        trunk = self.stepper.sync.digest()
+        if trunk is None:
+            trunk = trunk_checksum(self.stepper.shards, self.fabric) if self._copies_are_equal(step) else 0
         heard = self.fabric.gather("begin", [str(error) if error else None, trunk])
         if error is not None:
             raise error
@@ -155,6 +163,17 @@ class ClusterRun:
         if step is not None:
             self.stepper.shards.publish_masters()
             self.fabric.resume_at(step)
+
+    def _copies_are_equal(self, step: int | None) -> bool:
+        return step is None or self.recipe.sync.merges_exactly
+
+    def _route_as_trained(self) -> None:
+        """In an evaluation tokens go to all experts, whatever they do in training."""
+        model = self.stepper.engine.module
+        try:
+            self.fragmented.route_locally(model, self.recipe.experts.exchange == "local")
+        except ValueError as error:
+            raise ConfigError(f"experts.exchange: local: {error}") from None
 
     def _take_up(self, step: int | None) -> None:
         """What may fail on one rank alone."""
@@ -185,6 +204,12 @@ class ClusterRun:
                 f"the data changed since step {manifest.step}; its position {manifest.consumed} is kept"
             )
         restore_rank(checkpoint, self.stepper.shards, self.stepper.engine.module, self.world.local_rank)
+        try:
+            self.stepper.sync.restore(checkpoint.read, manifest.sync)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{checkpoint.path}: {error}") from None
         self.step_number, self.consumed = manifest.step, manifest.consumed
 
     def _open_log(self, resumed: int | None) -> RunWriter:
@@ -258,8 +283,36 @@ class ClusterRun:
                 )
         self.step_number += 1
         self.consumed += self.batch_C[self.index]
-        self._record(report)
+        self._record(*self._sync(report))
         self._check_skipped(report)
+
+    def _sync(self, report: StepReport) -> tuple[StepReport, list[SyncReport]]:
+        """What the strategy does after this step, its time booked on the step; what it has to say goes into the
+        events."""
+        started = time.monotonic()
+        self.fabric.clock.reset()
+        step, last = self.step_number, self.step_number == self.recipe.train.steps
+        syncs = batch = self.stepper.sync.after_step(
+            step, report.own_tokens * (report.outcome == OK), last=last
+        )
+        for retry in range(self.recipe.fabric.max_retries + 1):
+            if not last or all(sync.outcome != "failed" for sync in batch):
+                break
+            if retry == self.recipe.fabric.max_retries:
+                raise FleetError(
+                    f"the last merge failed {retry + 1} times (fabric.max_retries): {batch[-1].reason}"
+                )
+            batch = self.stepper.sync.after_step(step, 0, last=True)
+            syncs += batch
+        for sync in syncs:
+            if sync.poisoned:
+                names = " and ".join(self.topology.names[cluster] for cluster in sync.poisoned)
+                self._event(
+                    SYNC_POISONED, f"the trunk of cluster {names} is not finite and was left out of a merge"
+                )
+            if sync.reason:
+                self._event(f"sync_{sync.outcome}", sync.reason)
+        return report.plus(time.monotonic() - started, self.fabric.clock.reset()), syncs
 
     def _check_skipped(self, report: StepReport) -> None:
         if report.outcome == OK:
@@ -287,6 +340,7 @@ class ClusterRun:
         return batches
 
     def _evaluate(self) -> None:
+        self.fragmented.route_locally(self.stepper.engine.module, False)
         loss, tokens = evaluate(
             self.stepper.engine,
             self.fabric,
@@ -297,6 +351,7 @@ class ClusterRun:
             filler=self.data.tokenizer.eos_token_id,
             retries=self.recipe.fabric.max_retries,
         )
+        self._route_as_trained()
         # Drained here, so that an evaluation's bytes are not booked on the next step.
         sent = sum(traffic.sent + traffic.sent_framing for traffic in self.fabric.meter.drain().values())
         sent = int(self.fabric.cluster_sum(torch.tensor([sent])))
@@ -338,13 +393,14 @@ class ClusterRun:
             sizes=shards.canonical_sizes,
             steps=steps,
             shapes=self.shapes,
+            sync=self.stepper.sync.numbers(),
         )
         if self.world.local_rank == 0:
             self.data.tokenizer.save_pretrained(self.directory / "tokenizer")
         path = save(
             self.directory,
             manifest,
-            rank_tensors(shards, self.stepper.engine.module, self.world.local_rank),
+            rank_tensors(shards, self.stepper.sync, self.stepper.engine.module, self.world.local_rank),
             rank=self.world.local_rank,
             gather=self.fabric.cluster_gather,
             keep=self.recipe.train.keep_checkpoints if scheduled else None,
@@ -355,16 +411,16 @@ class ClusterRun:
         self._event("checkpoint", f"saved step {self.step_number}")
         return path
 
-    def _record(self, report: StepReport) -> None:
+    def _record(self, report: StepReport, syncs: list[SyncReport]) -> None:
         measured: Measurements = measure(
-            self.fabric, self.stepper.statistics.drain(), report, self.topology.names
+            self.fabric, self.stepper.statistics.drain(), report, syncs, self.topology.names
         )
         if self.writer is not None:
             self.writer.step(
                 self.step_number,
                 {
-                    "loss": report.cluster_losses[self.index],
-                    "tokens": report.cluster_tokens[self.index],
+                    "loss": report.own_loss,
+                    "tokens": report.own_tokens,
                     "learning_rate": learning_rate(self.recipe.train, self.step_number - 1),
                     "grad_norm": report.grad_norm,
                     **measured.scalars,

@@ -1,7 +1,7 @@
 """All that one rank puts into a checkpoint, and takes out of it, by the keys `kind|name|offset`.
 
-Its shards of weights and moments (`state.py`), its random state, and on the first rank the model's persistent buffers,
-which are the same everywhere (router biases).
+Its shards of weights and moments (`state.py`), its intervals of the sync's state, its random state, and on the first
+rank the model's persistent buffers, which are the same everywhere (router biases).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from torch import nn
 from moe_fragment.train.checkpoint import Checkpoint
 from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_random_state
 from moe_fragment.train.state import own_ranges, restore
+from moe_fragment.train.syncing import FleetSync
 from moe_fragment.train.zero import ZeroShards
 
 
-def rank_tensors(shards: ZeroShards, model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+def rank_tensors(shards: ZeroShards, sync: FleetSync, model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     """Everything local rank `rank` stores."""
     tensors = {f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)}
+    tensors |= {f"{kind}|{name}|{offset}": values for kind, name, offset, values in sync.state()}
     for kind, values in random_state().items():
         tensors[_random_key(kind, rank)] = values
     if rank == 0:

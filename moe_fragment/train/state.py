@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_fragment.fabric import Fabric
-from moe_fragment.sync import CanonicalVector
+from moe_fragment.sync import CanonicalVector, checksum
 from moe_fragment.train.zero import MOMENTS, Shard, ZeroShards, is_expert
 
 WEIGHT = "weight"
@@ -82,8 +82,7 @@ def restore(shards: ZeroShards, read: Reader, steps: dict[str, float], *, moment
 def trunk_checksum(shards: ZeroShards, fabric: Fabric) -> int:
     """A number that two clusters share only if their trunks are equal to the bit, whatever their layouts.
 
-    Each fp32 weight's bits are multiplied by its place in the canonical vector and summed in 64-bit integers, which
-    wrap. Collective over the cluster.
+    Collective over the cluster.
     """
     vector = CanonicalVector(shards.sizes(experts=False))
     masters = shards.masters()
@@ -91,8 +90,6 @@ def trunk_checksum(shards: ZeroShards, fabric: Fabric) -> int:
     for shard in shards.shards:
         if is_expert(shard.name):
             continue
-        values = masters[shard.flat].detach()[shard.position : shard.position + shard.size]
-        first = vector.starts[shard.name] + shard.offset + 1
-        places = torch.arange(first, first + shard.size, device=values.device)
-        total += (values.view(torch.int32).long() * places).sum().cpu()
+        values = masters[shard.flat][shard.position : shard.position + shard.size]
+        total += checksum(values, vector.starts[shard.name] + shard.offset)
     return int(fabric.cluster_sum(total))

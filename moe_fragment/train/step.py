@@ -4,12 +4,17 @@ The order, the same on every rank of every cluster:
 
 1. meet (quorum), so that everybody is at the same step with working rails;
 2. forward and backward of all micro-batches, tokens exchanged in every MoE layer; DeepSpeed reduces inside the cluster;
-3. sum the trunk's gradient over the clusters;
+3. under a gradient strategy, sum the trunk's gradient over the clusters;
 4. verdict: outcome, token counts, losses and squared norms of every cluster;
 5. torchft's vote inside each cluster, then all step, or all discard: a failed step is run again with the same data, a
    step with non-finite numbers (or without a single loss-bearing token) is given up.
 
 Nothing between 1 and 5 raises because of another cluster, so DeepSpeed's engine is always at a boundary afterwards.
+
+Under a gradient strategy the fleet has one objective, the mean over all its tokens, and clips by the norm of the whole
+model. Under a parameter strategy each cluster's trunk follows the mean over its own tokens, an expert the mean over all
+tokens that may come to it, and each cluster clips by the norm of what it holds. If tokens stay where they are as well
+(`exchange: local`), steps are nobody else's business: there is no meeting and no verdict.
 """
 
 from __future__ import annotations
@@ -18,22 +23,26 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from moe_fragment.fabric import FAILED, OK, OVERFLOW, Fabric
+from moe_fragment.fabric import FAILED, OK, OVERFLOW, Fabric, Verdict, WaitClock
 from moe_fragment.models.fragment import Fragmented
 from moe_fragment.models.router import reset_router_load, router_load, routers, update_router_bias
-from moe_fragment.sync import CanonicalVector, Run, TrunkAllReduce
+from moe_fragment.sync import Crew, SyncConfig
 from moe_fragment.train.loss import Batch, micro_batch_losses
-from moe_fragment.train.zero import ZeroShards, is_expert
+from moe_fragment.train.syncing import FleetSync, counted_here
+from moe_fragment.train.zero import Shard, ZeroShards, is_expert
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did; the same on every rank unless said otherwise."""
+    """What a step did; the same on every rank unless said otherwise.
+
+    Where clusters step without meeting, fleet means this cluster.
+    """
 
     outcome: int
     loss: float
@@ -41,15 +50,30 @@ class StepReport:
     tokens: int
     """Loss-bearing tokens of the fleet."""
     grad_norm: float
-    """Of the whole model before clipping: the trunk once, each expert once."""
-    cluster_tokens: list[int] = field(default_factory=list)
-    cluster_losses: list[float] = field(default_factory=list)
+    """Before clipping, of what is clipped together: the whole model (trunk once, each expert once) under a gradient
+    strategy, this cluster's part of it under a parameter strategy."""
+    own_tokens: int = 0
+    """Of this cluster, like the loss."""
+    own_loss: float = math.nan
     reason: str = ""
     step_s: float = 0.0
     """Of this rank, like the waits."""
     wan_wait_s: float = 0.0
     wan_hidden_s: float = 0.0
     local_wait_s: float = 0.0
+    sync_s: float = 0.0
+    """Of the syncs after it; part of step_s."""
+
+    def plus(self, sync_s: float, clock: WaitClock) -> StepReport:
+        """With a sync's time."""
+        return replace(
+            self,
+            step_s=self.step_s + sync_s,
+            sync_s=sync_s,
+            wan_wait_s=self.wan_wait_s + clock.exposed_s,
+            wan_hidden_s=self.wan_hidden_s + clock.hidden_s,
+            local_wait_s=self.local_wait_s + clock.local_s,
+        )
 
 
 class Stepper:
@@ -64,6 +88,8 @@ class Stepper:
             division by the true number.
         clip_norm: largest gradient norm of the whole model, 0 for none.
         rails, local_ranks, local_rank: of this cluster.
+        sync: how trunk copies stay together.
+        exchange_tokens: whether tokens travel to other clusters' experts.
     """
 
     def __init__(
@@ -78,6 +104,8 @@ class Stepper:
         rails: int,
         local_rank: int,
         local_ranks: int,
+        sync: SyncConfig | None = None,
+        exchange_tokens: bool = True,
     ) -> None:
         self.engine = engine
         self.fabric = fabric
@@ -88,21 +116,14 @@ class Stepper:
         self._clip_norm = clip_norm
         self._local_ranks = local_ranks
         self._rails = rails
-        vector = CanonicalVector(self.shards.sizes(experts=False))
-        self._trunk = TrunkAllReduce(
-            fabric,
-            [
-                Run(vector.starts[shard.name] + shard.offset, shard.size, shard.flat, shard.position)
-                for shard in self.shards.shards
-                if not is_expert(shard.name)
-            ],
-            total=vector.size,
-            rails=rails,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            group=fabric.control,
-        )
+        crew = Crew(rails, local_rank, local_ranks, fabric.control)
+        self.sync = FleetSync(sync or SyncConfig(), self.shards, fabric, fragmented, crew)
+        self._exchange_tokens = exchange_tokens
+        self._meets = exchange_tokens or self.sync.trunk_is_global
+        counted = counted_here(self.shards, fragmented)
         self._experts = [shard for shard in self.shards.shards if is_expert(shard.name)]
+        self._normed = [shard for shard in self._experts if shard.name in counted]
+        self._trunk = [shard for shard in self.shards.shards if not is_expert(shard.name)]
         self._device = torch.device(engine.device)
         self._model = engine.module
         self._routers_learn = any(r.e_score_correction_bias is not None for r in routers(self._model))
@@ -115,22 +136,29 @@ class Stepper:
         """
         started = time.monotonic()
         self.fabric.clock.reset()
-        self.fabric.begin_step(number)
+        if self._meets:
+            self.fabric.begin_step(number)
         self.engine.train()
         sums = self._run_micro_batches(batches)
         flats = self.shards.gradients()
         for flat in flats:
             flat.mul_(self._local_ranks)  # DeepSpeed averaged over the cluster's ranks
-        squares = self._sync_and_measure(flats)
+        trunk, experts = self._sync_and_measure(flats, number)
         load_LE = self._fleet_router_load()
-        numbers = self.fabric.cluster_sum(torch.tensor([*sums, squares[1]], dtype=torch.float64)).tolist()
-        values = [numbers[0], numbers[1], squares[0], numbers[2]]
-        verdict = self.fabric.verdict(OK if all(map(math.isfinite, values)) else OVERFLOW, values)
-        tokens = sum(row[0] for row in verdict.values_CV)
-        scale = self._expected_tokens / tokens if tokens else 0.0
-        # The trunk's norm is taken from the first cluster, bit for bit: every cluster must clip alike.
-        square = verdict.values_CV[0][2] + sum(row[3] for row in verdict.values_CV)
-        norm = math.sqrt(square) * scale if square >= 0 else math.nan
+        numbers = self.fabric.cluster_sum(torch.tensor([*sums, experts], dtype=torch.float64)).tolist()
+        verdict = self._verdict([numbers[0], numbers[1], trunk, numbers[2]])
+        own = verdict.values_CV[self.fabric.cluster if self._meets else 0]
+        tokens, own_tokens = sum(row[0] for row in verdict.values_CV), own[0]
+        if self.sync.trunk_is_global:
+            # The trunk's norm is taken from the first cluster, bit for bit: every cluster must clip alike.
+            squares = verdict.values_CV[0][2], sum(row[3] for row in verdict.values_CV)
+            trunk_scale = expert_scale = self._expected_tokens / tokens if tokens else 0.0
+        else:
+            squares = own[2], own[3]
+            trunk_scale = self._expected_tokens / own_tokens if own_tokens else 0.0
+            expert_scale = self._expected_tokens / tokens if tokens else 0.0
+        square = squares[0] * trunk_scale**2 + squares[1] * expert_scale**2
+        norm = math.sqrt(square) if square >= 0 else math.nan
         outcome, reason = verdict.outcome, ""
         if outcome == OK and not math.isfinite(norm):
             outcome = OVERFLOW
@@ -140,12 +168,15 @@ class Stepper:
             reason = str(self.fabric.failure or "another cluster's exchange failed")
         elif not tokens:
             outcome, reason = OVERFLOW, "no token bears a loss"
-        if not self.fabric.commit(outcome != FAILED) and outcome != FAILED:
+        if self._meets and not self.fabric.commit(outcome != FAILED) and outcome != FAILED:
             outcome, reason = FAILED, "a gateway of this cluster voted against the step"
         if outcome == OK:
-            self._apply(flats, scale * self._clip_factor(norm), learning_rate, load_LE)
+            clip = self._clip_factor(norm)
+            self._scale(flats, trunk_scale * clip, expert_scale * clip)
+            self._apply(flats, learning_rate, load_LE)
         else:
             self.shards.discard_step()
+        self.sync.settle(outcome == OK)
         if outcome == FAILED:
             self.statistics.drain()
         elapsed = time.monotonic() - started
@@ -155,14 +186,21 @@ class Stepper:
             loss=sum(row[1] for row in verdict.values_CV) / tokens if tokens else math.nan,
             tokens=int(tokens),
             grad_norm=norm,
-            cluster_tokens=[int(row[0]) for row in verdict.values_CV],
-            cluster_losses=[row[1] / row[0] if row[0] else math.nan for row in verdict.values_CV],
+            own_tokens=int(own_tokens),
+            own_loss=own[1] / own_tokens if own_tokens else math.nan,
             reason=reason,
             step_s=elapsed,
             wan_wait_s=clock.exposed_s,
             wan_hidden_s=clock.hidden_s,
             local_wait_s=clock.local_s,
         )
+
+    def _verdict(self, values: list[float]) -> Verdict:
+        """Of the fleet, or of this cluster alone where clusters do not meet."""
+        outcome = OK if all(map(math.isfinite, values)) else OVERFLOW
+        if self._meets:
+            return self.fabric.verdict(outcome, values)
+        return Verdict(self.fabric.cluster_min(outcome), [values])
 
     def _run_micro_batches(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Forward and backward; returns (tokens, summed cross-entropy) of this rank."""
@@ -196,18 +234,18 @@ class Stepper:
         for router, load_E in zip(found, before, strict=True):
             router.tokens_per_expert.copy_(load_E)
 
-    def _sync_and_measure(self, flats: list[torch.Tensor]) -> tuple[float, float]:
-        """Sum the trunk over the fleet; squared norms: of the whole trunk, and of this rank's expert elements."""
+    def _sync_and_measure(self, flats: list[torch.Tensor], number: int) -> tuple[float, float]:
+        """Squared norms: of the whole trunk (summed over the fleet, under a gradient strategy), and of this rank's
+        expert elements.
+        """
+        if not self.sync.trunk_is_global:
+            own = torch.tensor([_square(flats, self._trunk)], dtype=torch.float64)
+            return float(self.fabric.cluster_sum(own)), _square(flats, self._experts)
         intervals = torch.zeros(self._rails, dtype=torch.float64)
-        square = self._trunk.reduce(flats)
+        square = self.sync.reduce(flats, step=number)
         if self.fabric.is_gateway:
             intervals[self.fabric.lane.layout.rail] = square
-        trunk = sum(self.fabric.cluster_sum(intervals).tolist())
-        experts = [
-            flats[shard.flat][shard.position : shard.position + shard.size].double().square().sum()
-            for shard in self._experts
-        ]
-        return trunk, float(torch.stack(experts).sum()) if experts else 0.0
+        return sum(self.fabric.cluster_sum(intervals).tolist()), _square(flats, self._normed)
 
     def _fleet_router_load(self) -> torch.Tensor | None:
         """Tokens per expert of the whole fleet [L, E], for the auxiliary-loss-free bias."""
@@ -220,13 +258,27 @@ class Stepper:
     def _clip_factor(self, norm: float) -> float:
         return min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0 else 1.0
 
-    def _apply(
-        self, flats: list[torch.Tensor], factor: float, learning_rate: float, load_LE: torch.Tensor | None
-    ) -> None:
-        for flat in flats:
-            flat.mul_(factor)
+    def _scale(self, flats: list[torch.Tensor], trunk: float, experts: float) -> None:
+        if trunk == experts:
+            for flat in flats:
+                flat.mul_(trunk)
+            return
+        for shards, factor in ((self._trunk, trunk), (self._experts, experts)):
+            for shard in shards:
+                flats[shard.flat][shard.position : shard.position + shard.size].mul_(factor)
+
+    def _apply(self, flats: list[torch.Tensor], learning_rate: float, load_LE: torch.Tensor | None) -> None:
         self.shards.set_gradients(flats)
         self.shards.set_learning_rate(learning_rate)
         self.engine.step()
         if load_LE is not None:
             update_router_bias(self._model, load_LE)
+
+
+def _square(flats: list[torch.Tensor], shards: list[Shard]) -> float:
+    """Squared L2 norm of what the shards hold, in fp64."""
+    parts = [
+        flats[shard.flat][shard.position : shard.position + shard.size].double().square().sum()
+        for shard in shards
+    ]
+    return float(torch.stack(parts).sum()) if parts else 0.0

@@ -13,12 +13,14 @@ import torch
 from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.fabric import Fabric
 from moe_fragment.fabric.lanes import Lane, LaneLayout
+from moe_fragment.fabric.membership import FleetError
 from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.rails import Peers, Rail
 from moe_fragment.topology import Topology
 
-NAMES = ("ada", "bob", "cyd")
+NAMES = ("ada", "bob", "cyd", "dan", "eve", "fay", "gus", "hal")
 EAGER_BYTES = 1 << 14
+QUORUM_S = 30.0
 Wires = dict[tuple[int, int, int], "queue.Queue[torch.Tensor]"]
 
 
@@ -39,14 +41,46 @@ class _Sent:
         """Queues take everything."""
 
 
+class Network:
+    """The queues of one fleet, new ones for each generation of connections."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self._lock = threading.Lock()
+        self._generations: dict[int, Wires] = {}
+
+    def wires(self, generation: int) -> Wires:
+        """By (from, to, tag)."""
+        with self._lock:
+            if generation not in self._generations:
+                places = range(self.size)
+                self._generations[generation] = {
+                    (a, b, tag): queue.Queue() for a in places for b in places for tag in (0, 1)
+                }
+            return self._generations[generation]
+
+
+def _unchanged(message: torch.Tensor) -> torch.Tensor | None:
+    return message
+
+
 class QueueGroup:
     """What a rail needs of a process group; `intercept` may change or swallow an outgoing message."""
 
-    def __init__(self, wires: Wires, rank: int, size: int) -> None:
-        self.peers = Peers(tuple(range(size)), rank)
-        self.generation = 1
-        self.intercept: Callable[[torch.Tensor], torch.Tensor | None] = lambda message: message
-        self._wires: Wires | None = wires
+    def __init__(self, network: Network, rank: int) -> None:
+        self.peers = Peers(tuple(range(network.size)), rank)
+        self.generation = 0
+        self.intercept: Callable[[torch.Tensor], torch.Tensor | None] = _unchanged
+        self._network = network
+        self._wires: Wires | None = None
+        self.connect()
+
+    def connect(self) -> None:
+        """Fresh queues, without what was under way."""
+        self.generation += 1
+        self._wires = self._network.wires(self.generation)
+        self.intercept = _unchanged
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
         """Start sending."""
@@ -71,13 +105,27 @@ class QueueGroup:
 
 
 class _Member:
-    """A membership that never changes."""
+    """A membership that never changes; after a failure the next quorum connects anew."""
+
+    def __init__(self, groups: list[QueueGroup], barrier: threading.Barrier) -> None:
+        self._groups = groups
+        self._barrier = barrier
+        self._failed = False
 
     def quorum(self) -> None:
-        """Everybody is here."""
+        """Wait for everybody."""
+        try:
+            self._barrier.wait(QUORUM_S)
+        except threading.BrokenBarrierError:
+            raise FleetError("the clusters did not meet") from None
+        if self._failed:
+            for group in self._groups:
+                group.connect()
+        self._failed = False
 
     def commit(self, ok: bool) -> bool:
         """Nobody objects."""
+        self._failed = not ok
         return ok
 
     def close(self) -> None:
@@ -89,7 +137,7 @@ def fabrics(
 ) -> list[Fabric]:
     """Connected fabrics of `size` clusters; with a topology their links are emulated."""
     names = NAMES[:size]
-    wires: Wires = {(a, b, tag): queue.Queue() for a in range(size) for b in range(size) for tag in (0, 1)}
+    networks = Network(size), Network(size)
     found = []
     for index in range(size):
         meter = ByteMeter()
@@ -102,15 +150,19 @@ def fabrics(
             meter=meter,
             emulated=topology is not None,
         )
-        rail = Rail(
-            QueueGroup(wires, index, size),
-            names=names,
-            meter=meter,
-            timeout_s=timeout_s,
-            eager_bytes=EAGER_BYTES,
-            emulator=emulator,
+        groups = [QueueGroup(network, index) for network in networks]
+        rail, side = (
+            Rail(
+                group,
+                names=names,
+                meter=meter,
+                timeout_s=timeout_s,
+                eager_bytes=EAGER_BYTES,
+                emulator=emulator,
+            )
+            for group in groups
         )
-        fabric.attach(rail, _Member(), keep=(emulator,))  # type: ignore[arg-type]
+        fabric.attach(rail, _Member(groups, networks[0].barrier), (emulator,), side)  # type: ignore[arg-type]
         found.append(fabric)
     return found
 
@@ -137,9 +189,10 @@ def together(fabrics_C: list[Fabric], act: Callable[[Fabric], Any]) -> list[Any]
     return results
 
 
-def group_of(fabric: Fabric) -> QueueGroup:
-    """The queues under a fabric's rail."""
-    assert fabric._rail is not None
-    group = fabric._rail.group
+def group_of(fabric: Fabric, *, side: bool = False) -> QueueGroup:
+    """The queues under a fabric's rail, or under its side rail."""
+    rail = fabric._side if side else fabric._rail
+    assert rail is not None
+    group = rail.group
     assert isinstance(group, QueueGroup)
     return group

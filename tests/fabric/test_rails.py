@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_fragment.fabric import FAILED, OK, Fabric
+from moe_fragment.fabric.collectives import all_reduce
 from moe_fragment.fabric.wire import Frame
 from tests.fabric.pair import EAGER_BYTES, fabrics, group_of, together
 
@@ -151,7 +152,7 @@ def test_after_a_failure_come_no_rows_and_zeros() -> None:
         assert nothing.shape == (0, rows.shape[1])
         assert torch.equal(fabric.reverse(new, nothing, "combine").wait(), torch.zeros_like(rows))
         vector = torch.ones(5)
-        fabric.all_reduce(vector).wait()
+        fabric.collective(all_reduce, vector, "trunk", fabric.everybody).wait()
         return fabric.verdict(OK, [2.0]).outcome
 
     assert together(clusters, travel) == [FAILED, FAILED]

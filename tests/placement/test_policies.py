@@ -93,7 +93,7 @@ def test_manual(table: Any, layers: Any) -> None:
         ({"layers": 0}, "layers: expected at least one layer"),
         ({"layers": []}, "layers: expected at least one layer"),
         ({"layers": [-1]}, "layers: expected layer indices from 0, got -1"),
-        ({"policy": "best"}, "policy: expected one of even, capacity, manual, got 'best'"),
+        ({"policy": "best"}, "policy: expected one of even, capacity, replicated, manual, got 'best'"),
         (
             {"capacities": (1, 1, 1)},
             "capacities: expected only with policy 'capacity', but the policy is 'even'",

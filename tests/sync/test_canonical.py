@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_fragment.sync import CanonicalVector, Run
-from moe_fragment.sync.allreduce import _check_cover, _slices
 from moe_fragment.sync.canonical import interval, merge
+from moe_fragment.sync.vector import _check_cover, _slices
 
 SIZES = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.integers(1, 9), min_size=1, max_size=8)
 

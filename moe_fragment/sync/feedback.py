@@ -1,0 +1,27 @@
+"""What a codec lost in a round, and when error feedback learns of it."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_fragment.codecs import Codec, ErrorFeedback
+
+
+def loss_of(
+    codec: Codec, payload: torch.Tensor, delta: torch.Tensor, feedback: ErrorFeedback | None
+) -> tuple[float, float]:
+    """Squared L2 norms of what `codec` lost, and of what it was given (with what it owed from before)."""
+    sent = codec.decode(payload, delta.numel())
+    lost = delta - sent if feedback is None or feedback.pending is None else feedback.pending
+    return float(lost.double().square().sum()), float((lost + sent).double().square().sum())
+
+
+def settle(feedback: ErrorFeedback, merged: bool) -> None:
+    """End a round: what was lost is owed from now on if the round was merged, and forgotten if it was not.
+
+    A cluster that contributed nothing to the round owes what it owed before.
+    """
+    if merged and feedback.pending is not None:
+        feedback.commit()
+    else:
+        feedback.discard()

@@ -1,0 +1,232 @@
+"""What a recipe's `sync` section means for a cluster's engine: the trunk, and each replica set of experts.
+
+One object per thing that is kept together: the trunk among all clusters, and the experts of each replica set among the
+clusters that hold them, with the same strategy. Every cluster has all of these objects, with nothing in those that do
+not concern it, because the clusters meet for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moe_fragment.fabric import Fabric
+from moe_fragment.models.fragment import Fragmented
+from moe_fragment.schema import ConfigError
+from moe_fragment.sync import (
+    CanonicalVector,
+    Crew,
+    GradientSync,
+    Guard,
+    MixingSync,
+    OuterSGD,
+    ParameterSync,
+    RailVector,
+    Rounds,
+    Run,
+    SyncConfig,
+    SyncReport,
+)
+from moe_fragment.sync.fragments import split
+from moe_fragment.sync.state import Piece, Reader
+from moe_fragment.train.zero import ZeroShards
+
+_MOST_FRAGMENTS = 8
+Among = tuple[int, ...]
+
+
+class Domain:
+    """Parameters that the same clusters hold copies of: canonical names, and elements by name."""
+
+    def __init__(self, among: Among, sizes: dict[str, int]) -> None:
+        self.among = among
+        self.sizes = sizes
+
+
+class FleetSync:
+    """Every method is collective over the fleet unless it says otherwise.
+
+    Args:
+        config: the `sync` section.
+        shards: of this rank's engine.
+        fabric: of this rank.
+        fragmented: tells trunk from experts, and where experts have copies.
+        crew: the ranks of this cluster.
+
+    Raises:
+        ConfigError: the trunk cannot be cut into as many fragments.
+    """
+
+    def __init__(
+        self, config: SyncConfig, shards: ZeroShards, fabric: Fabric, fragmented: Fragmented, crew: Crew
+    ) -> None:
+        self.config = config
+        self._shards = shards
+        self._fabric = fabric
+        self._crew = crew
+        trunk = Domain(fabric.everybody, shards.sizes(experts=False))
+        replicas = [
+            Domain(among, _shared_experts(shards, fragmented, among)) for among in fragmented.replica_sets()
+        ]
+        domains = [trunk, *replicas]
+        self.gradients: list[GradientSync] = []
+        self.rounds: list[ParameterSync] = []
+        self.mixings: list[MixingSync] = []
+        if config.is_gradient:
+            self.gradients = [self._gradient(domain) for domain in domains]
+        elif config.merges_exactly:
+            self.rounds = [self._parameter(domain, len(fragmented.layers)) for domain in domains]
+        else:
+            if replicas:
+                raise ConfigError("sync.rounds: one round per sync does not work with replicated experts")
+            self.mixings = [self._mixing(trunk)]
+
+    @property
+    def trunk_is_global(self) -> bool:
+        """Whether every step leaves all trunk copies equal."""
+        return bool(self.gradients)
+
+    # -- construction ------------------------------------------------------------------------------------------
+
+    def _vector(self, sizes: Mapping[str, int]) -> RailVector:
+        vector = CanonicalVector(sizes)
+        runs = [
+            Run(vector.starts[shard.name] + shard.offset, shard.size, shard.flat, shard.position)
+            for shard in self._shards.shards
+            if shard.name in sizes
+        ]
+        return RailVector(self._fabric, self._crew, vector, runs)
+
+    def _gradient(self, domain: Domain) -> GradientSync:
+        return GradientSync(
+            self._vector(domain.sizes),
+            butterfly=self.config.strategy == "butterfly",
+            codec=self.config.build_codec(),
+            error_feedback=self.config.error_feedback,
+            divide_by=self.config.divide_by,
+            among=domain.among,
+        )
+
+    def _parameter(self, domain: Domain, layers: int) -> ParameterSync:
+        config = self.config
+        wanted = config.fragments or (
+            min(layers, _MOST_FRAGMENTS) if config.strategy == "streaming_diloco" else 1
+        )
+        try:
+            fragments = split(domain.sizes, wanted) if domain.sizes else [{} for _ in range(wanted)]
+            rounds = Rounds(
+                every=config.every,
+                outer=OuterSGD(config.outer.learning_rate, config.outer.momentum, config.outer.nesterov),
+                overlap=config.overlap,
+                mix=config.mix,
+                butterfly=config.strategy == "butterfly",
+                weights=config.weights,
+                divide_by=config.divide_by,
+                check_every=config.check_every,
+            )
+            return ParameterSync(
+                [self._vector(sizes) for sizes in fragments],
+                rounds,
+                masters=self._shards.masters,
+                publish=self._shards.publish_masters,
+                codec=config.build_codec(),
+                error_feedback=config.error_feedback,
+                guard=Guard(config.guard.warn, config.guard.refuse) if config.guard else None,
+                among=domain.among,
+            )
+        except ValueError as error:
+            raise ConfigError(f"sync: {error}") from None
+
+    def _mixing(self, domain: Domain) -> MixingSync:
+        return MixingSync(
+            self._vector(domain.sizes),
+            every=self.config.every,
+            masters=self._shards.masters,
+            publish=self._shards.publish_masters,
+        )
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def reduce(self, flats: Sequence[torch.Tensor], *, step: int) -> float:
+        """Sum gradients in place under a gradient strategy.
+
+        Returns:
+            the squared norm of this gateway's interval of the trunk's sum; 0 on other ranks.
+        """
+        squares = [
+            sync.reduce(flats, seed=step * len(self.gradients) + at) for at, sync in enumerate(self.gradients)
+        ]
+        return squares[0]
+
+    def settle(self, committed: bool) -> None:
+        """End a step of a gradient strategy. No collective."""
+        for sync in self.gradients:
+            sync.settle(committed)
+
+    def after_step(self, step: int, tokens: float, *, last: bool = False) -> list[SyncReport]:
+        """What is due after fleet step `step`, counted from 1; see `ParameterSync.after_step`."""
+        reports = []
+        for sync in self.rounds:
+            reports += sync.after_step(step, tokens, last=last)
+        for mixing in self.mixings:
+            reports += mixing.after_step(step)
+        return reports
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[Piece]:
+        """What a checkpoint must hold of this rank. No collective."""
+        for gradient in self.gradients:
+            yield from gradient.state()
+        for sync in self.rounds:
+            yield from sync.state()
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest of the state, for JSON."""
+        return {
+            "rounds": [sync.numbers() for sync in self.rounds],
+            "again": [mixing.again for mixing in self.mixings],
+        }
+
+    def restore(self, read: Reader, numbers: Mapping[str, Any]) -> None:
+        """Inverse of `state` and `numbers`, whatever layout wrote them. No collective.
+
+        Raises:
+            ValueError: they are of another strategy, or of other fragments.
+        """
+        if len(numbers.get("rounds", ())) != len(self.rounds) or len(numbers.get("again", ())) != len(
+            self.mixings
+        ):
+            raise ValueError("sync.strategy: the checkpoint was written under another kind of strategy")
+        for gradient in self.gradients:
+            gradient.restore(read)
+        for sync, stored in zip(self.rounds, numbers["rounds"], strict=True):
+            sync.restore(read, stored)
+        for mixing, again in zip(self.mixings, numbers["again"], strict=True):
+            mixing.again = again
+
+    def digest(self) -> int | None:
+        """Checksum of the trunk's global copy, if there is one; collective over the cluster."""
+        return self.rounds[0].digest() if self.rounds else None
+
+
+def _shared_experts(shards: ZeroShards, fragmented: Fragmented, among: Among) -> dict[str, int]:
+    """Canonical experts that exactly these clusters hold, if this cluster is one of them."""
+    found = {}
+    for name, size in shards.sizes(experts=True).items():
+        parameter, _, expert = name.partition("#")
+        if fragmented.holders(parameter, int(expert)) == among:
+            found[name] = size
+    return found
+
+
+def counted_here(shards: ZeroShards, fragmented: Fragmented) -> set[str]:
+    """Canonical experts whose gradient this cluster counts in the fleet's norm: of several holders the first does."""
+    found = set()
+    for name in shards.sizes(experts=True):
+        parameter, _, expert = name.partition("#")
+        if fragmented.holders(parameter, int(expert))[0] == fragmented.cluster:
+            found.add(name)
+    return found
