@@ -136,8 +136,8 @@ class Codec:
     def _flat(self, vector: torch.Tensor) -> torch.Tensor:
         if not vector.is_floating_point():
             raise ValueError(f"a codec encodes floating-point vectors, got {vector.dtype}")
-        # An empty tensor counts as contiguous whatever its stride, but has none of its own to be viewed as bytes.
-        if vector.dtype == torch.float32 and vector.is_contiguous() and vector.numel():
+        # With fewer than two elements a tensor counts as contiguous whatever its stride, and cannot be viewed as bytes.
+        if vector.dtype == torch.float32 and vector.is_contiguous() and vector.numel() > 1:
             return vector.detach().view(-1)
         flat = self.scratch.get("flat", vector.numel(), torch.float32, vector.device)
         flat.view(vector.shape).copy_(vector)
