@@ -147,7 +147,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "fabric.heartbeat_timeout: expected time-outs that grow along heartbeat < exchange < quorum < join, got "
         "heartbeat_timeout 5 s and exchange_timeout 3 s",
     ),
-    "unknown exchange": ({"experts": {"exchange": "smoke"}}, "experts.exchange: expected 'tokens' or 'local', got 'smoke'"),
+    "unknown exchange": (
+        {"experts": {"exchange": "smoke"}},
+        "experts.exchange: expected 'tokens' or 'local', got 'smoke'",
+    ),
     "unknown sync": ({"sync": {"strategy": "hope"}}, "sync.strategy: expected 'allreduce', "),
     "clipping in DeepSpeed": (
         zero(gradient_clipping=1.0),

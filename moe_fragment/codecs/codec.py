@@ -136,9 +136,11 @@ class Codec:
     def _flat(self, vector: torch.Tensor) -> torch.Tensor:
         if not vector.is_floating_point():
             raise ValueError(f"a codec encodes floating-point vectors, got {vector.dtype}")
-        # With fewer than two elements a tensor counts as contiguous whatever its stride, and cannot be viewed as bytes.
-        if vector.dtype == torch.float32 and vector.is_contiguous() and vector.numel() > 1:
-            return vector.detach().view(-1)
+        if vector.dtype == torch.float32 and vector.is_contiguous():
+            flat = vector.detach().view(-1)
+            # With fewer than two elements any stride is contiguous, but not one that can be viewed as bytes.
+            if flat.stride(0) == 1:
+                return flat
         flat = self.scratch.get("flat", vector.numel(), torch.float32, vector.device)
         flat.view(vector.shape).copy_(vector)
         return flat

@@ -102,6 +102,7 @@ class RailVector:
             if first < last:
                 yield name, first - start, last - first, first - self.low
 
+    @torch.no_grad()
     def collect(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
         """This gateway's interval of what the cluster's ranks hold in `flats`: 1-D in host memory, a fresh copy.
 
@@ -118,6 +119,7 @@ class RailVector:
                 start += piece.size
         return buffer
 
+    @torch.no_grad()
     def distribute(self, interval: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
         """Inverse of `collect`, into `flats`.
 

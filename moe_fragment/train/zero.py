@@ -196,7 +196,8 @@ class ZeroShards:
             return
         for index in range(len(self.masters())):
             self.zero._reassign_or_swap_out_partitioned_parameters(index)
-        if self.zero.persistent_parameters:
+        if self.zero.persistent_parameters:  # those that are not partitioned between steps: small ones
+            self.zero.persistent_parameters[0].partition(self.zero.persistent_parameters)
             self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
 

@@ -334,5 +334,6 @@ def _join(place: Place, coordinator: str, master_port: int) -> Rank:
         cluster=NAMES[place.cluster],
         coordinator=coordinator,
         facts={"sizes": list(place.sizes)},
+        side=True,
     )
     return Rank(place, topology, fabric)

@@ -26,8 +26,10 @@ LAYOUTS: dict[str, list[list[int]]] = {
     "reversed": [[6, 1, 3], [7, 5, 4, 2, 0]],
     "none": [[0, 1, 2, 3, 4, 5, 6, 7], []],
     "thirds": [[0, 5, 7], [1, 6], [2, 3, 4]],
+    "replicated": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]],
+    "hot": [[0, 1, 2, 3, 6], [6, 4, 5, 7, 1]],
 }
-"""Experts of each cluster, in packed order."""
+"""Experts of each cluster, in packed order. In `hot`, experts 1 and 6 are on both."""
 ADAM: dict[str, Any] = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 EXPECTED_TOKENS = 100
 
@@ -53,6 +55,8 @@ class Scenario:
     clip_norm: float = 1.0
     learning_rate: float = 3e-3
     length: int = 12
+    sync: dict[str, Any] = field(default_factory=dict)
+    exchange: str = "tokens"
 
     def model_of(self, dtype: torch.dtype = torch.float32) -> Any:
         """The whole model at the start."""
@@ -126,6 +130,10 @@ class History:
     """Of the trunk's master weights after each step."""
     weights: dict[int, Pieces] = field(default_factory=dict)
     gradients: dict[int, Pieces] = field(default_factory=dict)
+    syncs: list[tuple[int, int, str]] = field(default_factory=list)
+    """(step, fragment, outcome) of each."""
+    final: Pieces = field(default_factory=dict)
+    """Weights at the end."""
     biases: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """Of all routers, before each kept step and (under the number of steps) at the end."""
 
@@ -137,6 +145,7 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
     """A fresh fragmented model, DeepSpeed engine and stepper on this rank."""
     from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import Placement
+    from moe_fragment.sync import SyncConfig
     from moe_fragment.train.engine import build_engine
     from moe_fragment.train.step import Stepper
 
@@ -145,10 +154,11 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
     first = scenario.options.get("first_k_dense", 0)
     placement = Placement(
         clusters=rank.topology.names,
-        num_experts=sum(map(len, layout)),
+        num_experts=1 + max(expert for held in layout for expert in held),
         layers=dict.fromkeys(range(first, model.config.num_hidden_layers), layout),
     )
     fragment(model, placement, rank.fabric)
+    model.fragmented.route_locally(model, scenario.exchange == "local")
     engine = build_engine(
         model,
         model.fragmented,
@@ -167,6 +177,8 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
         rails=rank.topology.num_rails,
         local_rank=rank.place.rank,
         local_ranks=rank.place.size,
+        sync=SyncConfig(**scenario.sync),
+        exchange_tokens=scenario.exchange == "tokens",
     )
 
 
@@ -221,6 +233,9 @@ def train(rank: Rank, scenario: Scenario, keep: tuple[int, ...] = ()) -> History
             rank.next_step(), scenario.batches(step, rank.place), learning_rate=scenario.learning_rate
         )
         record(history, report)
+        last = step + 1 == scenario.steps
+        for sync in stepper.sync.after_step(step + 1, report.own_tokens, last=last):
+            history.syncs.append((sync.step, sync.fragment, sync.outcome))
         if step in keep:
             clipped = min(1.0, scenario.clip_norm / (report.grad_norm + 1e-6)) if scenario.clip_norm else 1.0
             history.gradients[step] = {
@@ -228,6 +243,7 @@ def train(rank: Rank, scenario: Scenario, keep: tuple[int, ...] = ()) -> History
             }
         history.trunk_hashes.append(trunk_digest(rank, stepper))
     history.biases[scenario.steps] = router_bias(stepper.engine.module)
+    history.final = canonical(rank, stepper, stepper.shards.masters())
     stepper.engine.destroy()
     return history
 
