@@ -92,7 +92,9 @@ class FleetFailure(AssertionError):
     """A case failed or hung on some rank; the message has every rank's traceback or stacks."""
 
 
-def topology_of(sizes: tuple[int, ...], *, bandwidth: str = "1 Gbit/s", rtt: str = "20 ms") -> Topology:
+def topology_of(
+    sizes: tuple[int, ...], *, bandwidth: str = "1 Gbit/s", rtt: str = "20 ms", jitter: str = "0 ms"
+) -> Topology:
     """Clusters ada, bob, cyd of these sizes on this machine, every pair linked alike."""
     from moe_fragment.topology import Topology
 
@@ -101,7 +103,7 @@ def topology_of(sizes: tuple[int, ...], *, bandwidth: str = "1 Gbit/s", rtt: str
         {
             "clusters": [{"name": name, "processes": size} for name, size in zip(names, sizes, strict=True)],
             "links": [
-                {"between": [one, other], "bandwidth": bandwidth, "rtt": rtt}
+                {"between": [one, other], "bandwidth": bandwidth, "rtt": rtt, "jitter": jitter}
                 for index, one in enumerate(names)
                 for other in names[index + 1 :]
             ],

@@ -248,6 +248,23 @@ def train(rank: Rank, scenario: Scenario, keep: tuple[int, ...] = ()) -> History
     return history
 
 
+def train_on_links(rank: Rank, scenario: Scenario, links: dict[str, str], key: str) -> History:
+    """Case: train over emulated links between all clusters, on both rails of a gateway."""
+    from moe_fragment.fabric.emulation import LinkEmulator
+    from tests.fleet.harness import topology_of
+
+    rails = [rail for rail in (rank.fabric._rail, rank.fabric._side) if rail is not None]
+    emulator = LinkEmulator(topology_of(scenario.sizes, **links), rank.place.cluster, key=key)
+    for rail in rails:
+        rail._emulator = emulator
+    try:
+        return train(rank, scenario)
+    finally:
+        for rail in rails:
+            rail._emulator = None
+        rank.fabric.everyone(emulator.close)
+
+
 def record(history: History, report: Any) -> None:
     """Add a step's report."""
     history.losses.append(report.loss)

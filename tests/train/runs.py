@@ -262,9 +262,10 @@ def sequences_read(rank: Rank, recipe: dict[str, Any], last: int) -> list[int]:
 def state_of(home: Path, recipe: dict[str, Any], step: int) -> dict[str, torch.Tensor]:
     """Everything a checkpoint of all clusters holds, under keys in which no layout appears.
 
-    Weights and moments by canonical name (the trunk once per cluster), router biases, random states, step counts and
-    the data position.
+    Weights and moments by canonical name (the trunk once per cluster), the sync's state, router biases, random states,
+    step counts and the data position.
     """
+    from moe_fragment.sync.state import FEEDBACK, IN_FLIGHT, LOST, OUTER, VELOCITY
     from moe_fragment.train.checkpoint import Checkpoint, checkpoint_path
     from moe_fragment.train.state import KINDS
 
@@ -276,6 +277,9 @@ def state_of(home: Path, recipe: dict[str, Any], step: int) -> dict[str, torch.T
             for kind in KINDS:
                 found[f"{cluster} {kind} {name}"] = checkpoint.read(kind, name, 0, size)
             found[f"{cluster} steps {name}"] = torch.tensor(manifest.steps[name])
+        for kind in (OUTER, VELOCITY, FEEDBACK, LOST, IN_FLIGHT):
+            for name in checkpoint.names(kind):
+                found[f"{cluster} {kind} {name}"] = checkpoint.read(kind, name, 0, manifest.sizes[name])
         for kind in ("buffer", "random"):
             for name in checkpoint.names(kind):
                 extra = checkpoint.extra(f"{kind}|{name}|0")

@@ -1,0 +1,142 @@
+"""Sync state in checkpoints, and what links cannot change: resumes to the bit, other layouts, any speed and jitter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet.harness import Fleets
+from tests.fleet.test_resume import assert_same_bits, cut, worst
+from tests.fleet.training import Scenario, train_on_links
+from tests.train.runs import losses_of, recipe_for, refused, state_of, train
+
+STEPS = 9
+STREAMING: dict[str, Any] = {
+    "strategy": "streaming_diloco",
+    "every": 4,
+    "fragments": 2,
+    "overlap": 1,
+    "outer": {"learning_rate": 0.4},
+    "check_every": 1,
+}
+LIVES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
+    "streaming": (
+        {"sync": {**STREAMING, "codec": "int4", "error_feedback": 0.9}},
+        "zero3-bf16",
+        (1, 2, 4, 5),
+    ),
+    "sparseloco": (
+        {
+            "sync": {"preset": "sparseloco", "every": 3},
+            "experts": {"exchange": "local"},
+            "placement": {"policy": "replicated", "table": None},
+        },
+        "zero1-fp32",
+        (2, 4),
+    ),
+    "mixing": ({"sync": {"strategy": "butterfly", "rounds": "one", "every": 2}}, "zero1-fp32", (3,)),
+    "gradient": ({"sync": {"codec": "int4", "error_feedback": 1.0}}, "zero1-bf16", (4,)),
+}
+
+
+def life_of(home: Path, name: str, **train_fields: Any) -> dict[str, Any]:
+    """A recipe that saves every step."""
+    sections, zero, _ = LIVES[name]
+    return recipe_for(
+        home,
+        name="whole",
+        zero=zero,
+        model="qwen3",
+        sections=sections,
+        steps=STEPS,
+        checkpoint_every=1,
+        keep_checkpoints=STEPS,
+        **train_fields,
+    )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", LIVES)
+def test_resumes_to_the_bit(fleets: Fleets, tmp_path: Path, name: str) -> None:
+    """Between merges, while a fragment is under way, and with what codecs still owe."""
+    recipe = life_of(tmp_path, name)
+    fleets(2, 1).run(train, recipe)
+    expected, losses = state_of(tmp_path, recipe, STEPS), losses_of(tmp_path, recipe)
+    kinds = {key.split()[1] for key in state_of(tmp_path, recipe, STEPS - 1)}
+    assert {"outer_weight", "error_feedback"} & kinds or name == "mixing"
+    for step in LIVES[name][2]:
+        life = cut(tmp_path, recipe, step, f"resumed-{step}")
+        assert {began for ranks in fleets(2, 1).run(train, life) for began in ranks} == {step}
+        assert_same_bits(state_of(tmp_path, life, STEPS), expected)
+        assert losses_of(tmp_path, life) == losses
+
+
+@pytest.mark.timeout(240)
+def test_resumes_in_another_layout(fleets: Fleets, tmp_path: Path) -> None:
+    """Outer weights, momentum and a fragment under way go from two ranks and ZeRO-1 to one and ZeRO-3."""
+    common: dict[str, Any] = {
+        "sections": {"sync": STREAMING},
+        "steps": STEPS,
+        "shares": {"ada": 4, "bob": 1},
+        "checkpoint_every": 1,
+        "keep_checkpoints": STEPS,
+    }
+    wide = recipe_for(tmp_path, name="wide", sizes=(2, 1), zero="zero1-fp32", **common)
+    fleets(2, 1).run(train, wide)
+    cut(tmp_path, wide, 5, "narrow")
+    assert any(" in_flight " in key for key in state_of(tmp_path, {**wide, "name": "narrow"}, 5))
+    narrow = recipe_for(tmp_path, name="narrow", sizes=(1, 1), zero="zero3-fp32", **common)
+    fleets(1, 1).run(train, narrow)
+    losses, found = losses_of(tmp_path, wide), losses_of(tmp_path, narrow)
+    loss_error = max(abs(found[key] - value) for key, value in losses.items())
+    state_error = worst(state_of(tmp_path, narrow, STEPS), state_of(tmp_path, wide, STEPS))
+    print(f"SYNC RESUME loss {loss_error:.1e} state {state_error:.1e}")
+    assert loss_error <= 1e-5
+    assert state_error <= 1e-5
+
+
+def test_another_strategy_is_refused(fleets: Fleets, tmp_path: Path) -> None:
+    recipe = life_of(tmp_path, "sparseloco")
+    fleets(2, 1).run(train, {**recipe, "train": {**recipe["train"], "steps": 2}})
+    for sync, sentence in (
+        ({"strategy": "allreduce"}, "the checkpoint was written under another kind of strategy"),
+        (
+            {"strategy": "streaming_diloco", "every": 9, "fragments": 2},
+            "sync.fragments: the checkpoint has 1",
+        ),
+    ):
+        answers = fleets(2, 1).run(refused, {**recipe, "sync": sync})
+        assert all(sentence in answer for ranks in answers for answer in ranks), answers
+
+
+LINKS: list[dict[str, str]] = [
+    {"bandwidth": "10 Gbit/s", "rtt": "1 ms"},
+    {"bandwidth": "40 Mbit/s", "rtt": "20 ms", "jitter": "15 ms"},
+]
+SPEEDS: dict[str, Scenario] = {
+    "allreduce": Scenario(sizes=(1, 1), sync={}),
+    "encoded": Scenario(sizes=(1, 1), sync={"codec": "int8", "error_feedback": 1.0}),
+    "diloco": Scenario(
+        sizes=(2, 1), sync={"strategy": "diloco", "every": 3}, exchange="local", layout="even"
+    ),
+    "streaming": Scenario(sizes=(2, 1), sync={**STREAMING, "mix": 0.5, "codec": "fp4"}),
+}
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+def test_links_change_no_bit(fleets: Fleets, tmp_path: Path, name: str) -> None:
+    """Losses and trunks after every step are the same whatever bandwidth, latency and jitter, so whatever the order in
+    which transfers end.
+    """
+    scenario = replace(SPEEDS[name], steps=8)
+    fleet = fleets(*scenario.sizes)
+    found = [
+        fleet.run(train_on_links, scenario, links, f"{tmp_path.name}-{at}") for at, links in enumerate(LINKS)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert one[0].losses == other[0].losses
+        assert one[0].trunk_hashes == other[0].trunk_hashes
+        assert one[0].syncs == other[0].syncs
