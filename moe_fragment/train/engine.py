@@ -57,8 +57,8 @@ def check_deepspeed_config(config: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {field}: is decided fleet-wide; set {instead} in the recipe")
     zero = _section(config, "zero_optimization", where)
     stage = zero.get("stage", 0)
-    if stage not in (1, 3):
-        raise ConfigError(f"{where}: zero_optimization.stage: expected 1 or 3, got {stage}")
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{where}: zero_optimization.stage: expected 1, 2 or 3, got {stage}")
     for device in ("offload_optimizer", "offload_param"):
         if _section(zero, device, f"{where}: zero_optimization").get("device", "none") != "none":
             raise ConfigError(f"{where}: zero_optimization.{device}: offloading is not supported")

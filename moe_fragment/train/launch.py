@@ -15,11 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+from tqdm import tqdm
 
 from moe_fragment.fabric import Coordinator
 from moe_fragment.observe import RunLog
@@ -79,7 +81,7 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
             f"--coordinator HOST:PORT`"
         )
     run = recipe.run_directory
-    if _is_complete(run, recipe, topology):
+    if is_complete(recipe):
         return result(run)
     try:
         check_model(recipe, topology)
@@ -105,7 +107,8 @@ def launch(recipe_path: Path, overrides: Sequence[str], *, quiet: bool = False) 
         started = " and ".join(
             f"{n} ({size})" for n, size in zip(topology.names, topology.sizes, strict=True)
         )
-        sys.stderr.write(f"starting clusters {started}; what they print is in {run}/CLUSTER/launcher.log\n")
+        said = f"starting clusters {started}; what they print is in {run}/CLUSTER/launcher.log"
+        tqdm.write(said, file=sys.stderr)  # above the bar of a sweep, if there is one
     with _stop_on_signals():
         try:
             for name, size in zip(topology.names, topology.sizes, strict=True):
@@ -129,9 +132,10 @@ def result(run: Path) -> dict[str, Any]:
     return {"run_dir": str(run), **{key: summary[key] for key in keys}}
 
 
-def _is_complete(run: Path, recipe: Recipe, topology: Topology) -> bool:
+def is_complete(recipe: Recipe) -> bool:
     """Whether this very recipe has been run to its end already, so that there is nothing to start."""
-    for name in topology.names:
+    run = recipe.run_directory
+    for name in recipe.fleet().names:
         written = run / name / "recipe.yaml"
         if recipe.train.steps not in saved_steps(run / name) or not written.is_file():
             return False
@@ -140,6 +144,7 @@ def _is_complete(run: Path, recipe: Recipe, topology: Topology) -> bool:
     return True
 
 
+@cache
 def _prepare_deepspeed() -> None:
     """Compile DeepSpeed's CPU collectives once, so that ranks do not race for it; a second when it is done already."""
     try:

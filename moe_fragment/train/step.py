@@ -80,7 +80,7 @@ class Stepper:
     """Runs steps on a DeepSpeed engine around a fragmented model.
 
     Args:
-        engine: DeepSpeed engine, ZeRO 1 or 3, gradient clipping off.
+        engine: DeepSpeed engine, ZeRO 1, 2 or 3, gradient clipping off.
         fabric: of this rank.
         fragmented: what `fragment` did to the model.
         accumulation: micro-batches per step, the same on every rank of the fleet.

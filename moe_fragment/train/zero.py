@@ -1,7 +1,7 @@
 """What a DeepSpeed ZeRO optimizer holds on this rank, as runs of canonical parameters.
 
-Three optimizers, three layouts: ZeRO-1 flattens each parameter group and gives every rank one slice of it; its bf16
-variant does the same with an fp32 gradient buffer; ZeRO-3 slices every parameter by itself. `ZeroShards` says for each
+Three optimizers, three layouts: ZeRO-1 and ZeRO-2 flatten each parameter group and give every rank one slice of it; the
+bf16 variant of ZeRO-1 does the same with an fp32 gradient buffer; ZeRO-3 slices every parameter by itself. `ZeroShards` says for each
 of them which elements of which parameter lie where in the rank's flat fp32 buffers, and gives access to gradients
 (after the boundary's backward, before `engine.step`), master weights and Adam moments. No collective is involved;
 the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
@@ -48,7 +48,7 @@ class ZeroShards:
     """View of a DeepSpeed engine's optimizer; see the module docstring.
 
     Args:
-        engine: from `deepspeed.initialize`, ZeRO stage 1 or 3, a torch Adam optimizer.
+        engine: from `deepspeed.initialize`, ZeRO stage 1, 2 or 3, a torch Adam optimizer.
         fragmented: tells trunk from experts.
 
     Raises:
@@ -127,7 +127,7 @@ class ZeroShards:
     def masters(self) -> list[torch.Tensor]:
         """Flat fp32 master weights of this rank."""
         return {
-            "zero1": lambda: self.zero.single_partition_of_fp32_groups,
+            "flat": lambda: self.zero.single_partition_of_fp32_groups,
             "bf16": lambda: self.zero.fp32_groups_flat_partition,
             "zero3": lambda: self.zero.fp32_partitioned_groups_flat,
         }[self._kind]()
@@ -167,7 +167,7 @@ class ZeroShards:
         else:
             for index in range(len(self.masters())):
                 self.zero.averaged_gradients[index] = None
-        if self._kind == "zero1":
+        if self._kind == "flat":
             for index in range(len(self.masters())):
                 self.zero.all_grad_tensors[index] = None
         engine.micro_steps -= engine.micro_steps % steps
@@ -205,9 +205,9 @@ def _kind_of(engine: Any) -> str:
     stage = engine.zero_optimization_stage()
     if stage == 3:
         return "zero3"
-    if stage != 1:
-        raise ValueError(f"ZeRO stage {stage} is not supported here, use 1 or 3")
-    return "bf16" if hasattr(engine.optimizer, "fp32_groups_gradient_flat_partition") else "zero1"
+    if stage not in (1, 2):
+        raise ValueError(f"ZeRO stage {stage} is not supported here, use 1, 2 or 3")
+    return "bf16" if hasattr(engine.optimizer, "fp32_groups_gradient_flat_partition") else "flat"
 
 
 def _numel(parameter: Any) -> int:

@@ -22,6 +22,9 @@ SCENARIOS = {
     "tokens, ZeRO-3": Scenario(
         sizes=(2, 1), sync=DILOCO, layout="scattered", zero="zero3-fp32", model="mixtral", steps=10
     ),
+    "tokens, ZeRO-2": Scenario(
+        sizes=(2, 1), sync=DILOCO, layout="scattered", zero="zero2-fp32", accumulation=3, steps=10
+    ),
     "local, replicated": Scenario(
         sizes=(2, 1), sync=DILOCO, layout="replicated", exchange="local", zero="zero3-fp32", steps=10
     ),
@@ -96,6 +99,7 @@ VARIANTS: dict[str, tuple[tuple[int, ...], str, dict[str, Any], str, str]] = {
         "tokens",
         "thirds",
     ),
+    "streaming, ZeRO-2": ((2, 1), "zero2-bf16", {**STREAMING, "codec": "int8"}, "tokens", "uneven"),
     "hot experts": ((2, 1), "zero1-fp32", {**DILOCO, "codec": "int8"}, "tokens", "hot"),
     "teleport": (
         (1, 1),

@@ -58,7 +58,9 @@ def test_fp64_outside_zero(fleets: Fleets) -> None:
     assert expected[name].dtype == torch.float64
 
 
-@pytest.mark.parametrize("zero", ["zero1-fp32", "zero1-bf16", "zero3-fp32", "zero3-bf16"])
+@pytest.mark.parametrize(
+    "zero", ["zero1-fp32", "zero1-bf16", "zero2-fp32", "zero2-bf16", "zero3-fp32", "zero3-bf16"]
+)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_flat_gradients_are_deepspeeds(fleets: Fleets, zero: str, accumulation: int) -> None:
     """`ZeroShards.gradients` needs no collective; `safe_get_full_grad` needs one per parameter and says the same."""

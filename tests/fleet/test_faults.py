@@ -61,6 +61,7 @@ def check_as_if_not(fleets: Fleets, scenario: Scenario, events: Sequence[Event])
         ((1, 1), "zero1-fp32", 1),
         ((1, 1), "zero3-fp32", 1),
         ((2, 1), "zero1-fp32", 3),
+        ((2, 1), "zero2-fp32", 3),
         ((2, 1), "zero3-fp32", 3),
     ],
     ids=lambda value: str(value).replace(" ", ""),
@@ -90,7 +91,7 @@ def test_three_clusters(fleets: Fleets) -> None:
     check_as_if_not(fleets, scenario, [Drop(index, cluster=2) for index in (0, 6, 9, 10)])
 
 
-@pytest.mark.parametrize("zero", ["zero1-bf16", "zero3-bf16"])
+@pytest.mark.parametrize("zero", ["zero1-bf16", "zero2-bf16", "zero3-bf16"])
 def test_bf16_with_router_bias_and_recomputation(fleets: Fleets, zero: str) -> None:
     """What a step has counted and accumulated beside gradients is forgotten with it."""
     scenario = Scenario(sizes=(2, 1), zero=zero, model="fragment", accumulation=3, checkpointing=True)
@@ -100,7 +101,13 @@ def test_bf16_with_router_bias_and_recomputation(fleets: Fleets, zero: str) -> N
 
 @pytest.mark.parametrize(
     ("zero", "place"),
-    [("zero1-fp32", (0, 1)), ("zero3-fp32", (1, 0)), ("zero1-bf16", (1, 0)), ("zero3-bf16", (0, 1))],
+    [
+        ("zero1-fp32", (0, 1)),
+        ("zero2-fp32", (0, 1)),
+        ("zero3-fp32", (1, 0)),
+        ("zero1-bf16", (1, 0)),
+        ("zero3-bf16", (0, 1)),
+    ],
 )
 def test_nan_on_one_rank_changes_nothing_anywhere(fleets: Fleets, zero: str, place: tuple[int, int]) -> None:
     """The fleet, not DeepSpeed's check per cluster, decides; the step is given up, the next one is as always."""

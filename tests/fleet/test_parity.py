@@ -59,6 +59,9 @@ TABLE: list[Row] = [
     ((2, 1), "zero3", "scattered", 3, True, "right", "unequal", "", "fragment"),
     ((1, 1, 1), "zero1", "thirds", 1, True, "", "unequal", "", "qwen3"),
     ((2, 1), "zero1", "none", 1, True, "", "unequal", "", "mixtral"),
+    # ZeRO-2, which reduces every micro-batch.
+    ((2, 1), "zero2", "scattered", 3, True, "right", "unequal", "", "fragment"),
+    ((2, 2), "zero2", "uneven", 1, False, "", "idle", "starved", "qwen3"),
 ]
 COVERED: dict[str, list[object]] = {
     "sizes": [(1, 1), (2, 2), (2, 1)],
@@ -211,7 +214,7 @@ def test_clip_norm_counts_each_expert_once(fleets: Fleets) -> None:
     assert max(norms.values()) == pytest.approx(min(norms.values()), rel=1e-6)
 
 
-@pytest.mark.parametrize("zero", ["zero1-bf16", "zero3-bf16"])
+@pytest.mark.parametrize("zero", ["zero1-bf16", "zero2-bf16", "zero3-bf16"])
 def test_bf16_trains_like_fp32(fleets: Fleets, zero: str) -> None:
     """pytorch#111131 (bf16 over gloo): bf16 travels as bytes; trunk copies stay equal to the bit."""
     scenario = Scenario(sizes=(2, 1), zero=zero, model="fragment", accumulation=3, checkpointing=True)

@@ -33,7 +33,13 @@ from tests.train.runs import (
 )
 
 STEPS = 6
-KINDS = {"zero1-fp32": "fragment", "zero3-fp32": "fragment", "zero1-bf16": "qwen3", "zero3-bf16": "fragment"}
+KINDS = {
+    "zero1-fp32": "fragment",
+    "zero3-fp32": "fragment",
+    "zero1-bf16": "qwen3",
+    "zero2-bf16": "fragment",
+    "zero3-bf16": "fragment",
+}
 
 
 def cut(home: Path, recipe: dict[str, Any], step: int, name: str) -> dict[str, Any]:
@@ -131,6 +137,7 @@ def test_resumed_in_another_layout(fleets: Fleets, tmp_path: Path) -> None:
 
     check((1, 1), "zero1-fp32", wide, "two-ranks-to-one")
     check((2, 1), "zero3-fp32", wide, "stage-1-to-3")
+    check((2, 1), "zero2-fp32", wide, "stage-1-to-2")
     narrow = check((1, 1), "zero3-fp32", wide, "two-ranks-to-one-and-stage-1-to-3")
     check((2, 1), "zero1-fp32", narrow, "one-rank-to-two-and-stage-3-to-1")
 
