@@ -13,7 +13,7 @@ from moe_fragment.fabric import OK
 from tests.fleet.apart import train_apart
 from tests.fleet.harness import Fleets
 from tests.fleet.models import EXPERTS
-from tests.fleet.training import History, Scenario, train
+from tests.fleet.training import History, Scenario, reference, train
 
 OUTER = {"learning_rate": 0.7, "momentum": 0.9}
 DILOCO: dict[str, Any] = {"strategy": "diloco", "every": 4, "outer": OUTER, "check_every": 1}
@@ -40,7 +40,9 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_as_one_process(fleets: Fleets, name: str) -> None:
-    """Losses to 1e-5, final weights to 1e-5 relative per tensor, on clusters of two ranks and one, with unequal
+    """torchft#171 (clusters of several ranks), accelerate#2790 (accumulation: a sync is no optimizer step).
+
+    Losses to 1e-5, final weights to 1e-5 relative per tensor, on clusters of two ranks and one, with unequal
     batches."""
     scenario = SCENARIOS[name]
     histories = fleets(*scenario.sizes).run(train, scenario)
@@ -149,8 +151,6 @@ def test_butterfly_gradients_equal_the_all_reduce(fleets: Fleets) -> None:
 
 def test_replicated_experts_under_a_gradient_strategy(fleets: Fleets) -> None:
     """Experts 1 and 6 on both clusters: gradients are summed over the copies, and the run is one process's."""
-    from tests.fleet.training import reference
-
     scenario = Scenario(sizes=(2, 1), layout="hot", steps=12)
     histories = fleets(2, 1).run(train, scenario)
     alone = reference(scenario)
@@ -160,3 +160,18 @@ def test_replicated_experts_under_a_gradient_strategy(fleets: Fleets) -> None:
     assert sum("#" in tensor for tensor in shared) == 8
     for tensor in shared:
         assert torch.equal(histories[0][0].final[tensor], histories[1][0].final[tensor])
+
+
+def test_one_cluster_is_plain_data_parallel(fleets: Fleets) -> None:
+    """pytorch#74157: with nobody to average with, local SGD of every period is the cluster's own training;
+    hivemind#440: a lone cluster waits for nobody.
+    """
+    scenario = Scenario(sizes=(2,), layout="alone", steps=8)
+    plain = fleets(2).run(train, scenario)[0]
+    local = fleets(2).run(train, replace(scenario, sync={"strategy": "local_sgd", "every": 4}))[0]
+    alone = reference(scenario)
+    assert [outcome for _, _, outcome in local[0].syncs] == ["merged"] * 2
+    assert max(abs(one - other) for one, other in zip(local[0].losses, plain[0].losses, strict=True)) < 1e-5
+    assert max(abs(one - other) for one, other in zip(local[0].losses, alone.losses, strict=True)) < 1e-5
+    for tensor, values in plain[0].final.items():
+        torch.testing.assert_close(local[0].final[tensor], values, rtol=1e-4, atol=1e-6, msg=tensor)

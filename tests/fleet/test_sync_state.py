@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.training import Scenario, train_on_links
-from tests.train.runs import losses_of, recipe_for, refused, state_of, train
+from tests.train.runs import losses_of, recipe_for, refused, state_of, sync_state, train, train_to
 
 STEPS = 9
 STREAMING: dict[str, Any] = {
@@ -61,7 +62,9 @@ def life_of(home: Path, name: str, **train_fields: Any) -> dict[str, Any]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", LIVES)
 def test_resumes_to_the_bit(fleets: Fleets, tmp_path: Path, name: str) -> None:
-    """Between merges, while a fragment is under way, and with what codecs still owe."""
+    """pytorch#75666 (error feedback is saved), pytorch#51427 (compression from the first step).
+
+    Between merges, while a fragment is under way, and with what codecs still owe."""
     recipe = life_of(tmp_path, name)
     fleets(2, 1).run(train, recipe)
     expected, losses = state_of(tmp_path, recipe, STEPS), losses_of(tmp_path, recipe)
@@ -96,6 +99,28 @@ def test_resumes_in_another_layout(fleets: Fleets, tmp_path: Path) -> None:
     print(f"SYNC RESUME loss {loss_error:.1e} state {state_error:.1e}")
     assert loss_error <= 1e-5
     assert state_error <= 1e-5
+
+
+@pytest.mark.timeout(240)
+def test_what_a_codec_owes_follows_the_parameter(fleets: Fleets, tmp_path: Path) -> None:
+    """pytorch#49418 (not the bucket), DeepSpeed's 1-bit Adam (not the rank count): two rails of two ranks to one of
+    one."""
+    sync = {**STREAMING, "codec": "int4", "error_feedback": 0.9}
+    common: dict[str, Any] = {"sections": {"sync": sync}, "checkpoint_every": 1, "keep_checkpoints": STEPS}
+    wide = recipe_for(tmp_path, name="owes", sizes=(2, 2), zero="zero3-fp32", steps=STEPS, **common)
+    fleets(2, 2).run(train_to, wide, 5)
+    narrow = recipe_for(tmp_path, name="owes", sizes=(1, 1), zero="zero1-fp32", steps=STEPS, **common)
+    expected = state_of(tmp_path, wide, 5)
+    found = fleets(1, 1).run(sync_state, narrow)
+    kinds = set()
+    for cluster, ranks in zip(("ada", "bob"), found, strict=True):
+        for (kind, name), values in ranks[0].items():
+            assert torch.equal(values, expected[f"{cluster} {kind} {name}"])
+            kinds.add(kind)
+    assert kinds == {"outer_weight", "outer_velocity", "error_feedback", "error_pending", "in_flight"}
+    assert not torch.equal(
+        expected["ada error_feedback lm_head.weight"], expected["bob error_feedback lm_head.weight"]
+    )
 
 
 def test_another_strategy_is_refused(fleets: Fleets, tmp_path: Path) -> None:

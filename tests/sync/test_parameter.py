@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -207,6 +208,13 @@ def stored(sync: ParameterSync) -> dict[str, torch.Tensor]:
     return {kind: torch.cat(pieces) for kind, pieces in found.items()}
 
 
+def read_piece(
+    pieces: dict[tuple[str, str], torch.Tensor], kind: str, name: str, offset: int, size: int
+) -> torch.Tensor:
+    """A `Reader` of whole parameters."""
+    return pieces[kind, name][offset : offset + size]
+
+
 def test_poisoned_cluster_is_left_out() -> None:
     """NaN in one copy: refused and counted, its error feedback untouched, and it gets the others' merge."""
 
@@ -263,7 +271,7 @@ def test_state_continues_to_the_bit(cut: int, codec: Any) -> None:
         steps(*whole, 1, 16)
         part = build(1.0)
         steps(*part, 1, cut)
-        pieces = {(kind, name): (offset, values.clone()) for kind, name, offset, values in part[1].state()}
+        pieces = {(kind, name): values.clone() for kind, name, _, values in part[1].state()}
         numbers = json.loads(json.dumps(part[1].numbers()))
         assert (numbers["in_flight"] is not None) == (cut in (4, 5))
         steps(*part, cut + 1, 16)  # saving it has not changed it
@@ -272,13 +280,37 @@ def test_state_continues_to_the_bit(cut: int, codec: Any) -> None:
         saved = build(1.0)
         steps(*saved, 1, cut)
         fresh = build(saved[0].flat.clone())
-        fresh[1].restore(
-            lambda kind, name, offset, size: pieces[kind, name][1][offset : offset + size], numbers
-        )
+        fresh[1].restore(partial(read_piece, pieces), numbers)
         steps(*fresh, cut + 1, 16)
         return torch.equal(fresh[0].flat, whole[0].flat), fresh[1].digest() == whole[1].digest()
 
     assert together(fabrics(2), run) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_fragment_follows_from_the_shared_step(cut: int) -> None:
+    """torchft#206: a cluster that begins anew in the middle of a cycle, from its stored state, syncs what the others
+    do."""
+    rounds = Rounds(every=6, outer=OuterSGD(0.7, 0.9), overlap=1)
+
+    def run(fabric: Fabric) -> Any:
+        copy = Copy(SIZES)
+        sync = synced(fabric, copy, rounds, fragments=2)
+        seen = []
+        for step in range(1, 15):
+            copy.flat += 0.1 * (1 + fabric.cluster)
+            seen += [(report.step, report.fragment, report.outcome) for report in sync.after_step(step, 10)]
+            if step == cut and fabric.cluster == 1:
+                pieces = {(kind, name): values.clone() for kind, name, _, values in sync.state()}
+                fresh = synced(fabric, copy, rounds, fragments=2)
+                fresh.restore(partial(read_piece, pieces), sync.numbers())
+                sync = fresh
+        return seen, sync.digest()
+
+    (first, one), (second, other) = together(fabrics(2), run)
+    assert first == second
+    assert [fragment for _, fragment, _ in first] == [0, 1, 0, 1]
+    assert one == other
 
 
 def test_guard_warns_shortens_and_refuses() -> None:

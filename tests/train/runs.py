@@ -238,6 +238,12 @@ def train_poisoned(rank: Rank, recipe: dict[str, Any], poisoned: tuple[int, ...]
     return "it ran"
 
 
+def sync_state(rank: Rank, recipe: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
+    """Case: what the sync of a run that has just begun holds on this rank, by kind and parameter."""
+    with run_on(rank, recipe) as run:
+        return {(kind, name): values.clone() for kind, name, _, values in run.stepper.sync.state()}
+
+
 def sequences_read(rank: Rank, recipe: dict[str, Any], last: int) -> list[int]:
     """Case: train and save up to step `last`; returns the numbers of the sequences this rank trained on."""
     numbers: list[int] = []
