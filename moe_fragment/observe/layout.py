@@ -37,6 +37,10 @@ STEP_SKIPPED = "step_skipped"
 """Kind of the event that says: this step overflowed numerically and was not applied."""
 SYNC_POISONED = "sync_poisoned"
 """Kind of the event that says: a cluster's contribution to a merge was not finite and was left out."""
+SYNC_FAILED = "sync_failed"
+"""Kind of the event that says: a merge did not arrive everywhere and is tried again."""
+SYNC_REFUSED = "sync_refused"
+"""Kind of the event that says: trunk copies were too far apart to be merged."""
 
 SCALARS = (
     "loss",  # mean over this cluster's loss-bearing tokens of the step, nats
@@ -53,10 +57,10 @@ SCALARS = (
     "remote_pairs",  # (token, expert) pairs of this cluster's tokens computed elsewhere
     "rows_without_dedup",  # rows that one row for each pair would have sent
     "dropped_pairs",  # (token, expert) pairs left out because the expert is elsewhere and tokens stay
-    "sync_s",  # wall clock of the syncs after the step, seconds (not in step_s)
+    "sync_s",  # wall clock of the syncs after the step, seconds, part of step_s
     "trunk_distance",  # RMS distance of trunk copies before a merge, relative to the trunk; only in steps with one
-    "trunk_cosine",  # mean cosine between the clusters' pseudo-gradients; only in steps with a merge
-    "codec_error",  # relative L2 error of what a codec sent; only in steps with a merge
+    "trunk_cosine",  # mean cosine between the clusters' pseudo-gradients; only in steps with one
+    "codec_error",  # relative L2 error of what a codec sent; only in steps in which it did
 )
 """What the training loop writes; others may be added freely, `loss` and `tokens` may not be missing."""
 

@@ -44,6 +44,11 @@ def _overview(summary: Mapping[str, Any], emulated: str) -> Table:
     table.add_column()
     table.add_column(justify="right")
     wan = {name: sent for name, sent in summary["wan_bytes"].items() if sent}
+    merges = [
+        ("merges / failed / refused", "{merges} / {failed_merges} / {refused_merges}".format(**summary)),
+        ("distance of trunk copies before a merge", _number(summary["trunk_distance"], "{:.3f}")),
+    ]
+    codec = [("relative error of the codec", _number(summary["codec_error"], "{:.4f}"))]
     rows = [
         ("clusters", ", ".join(summary["clusters"])),
         ("steps", f"{summary['steps']:,}"),
@@ -55,6 +60,8 @@ def _overview(summary: Mapping[str, Any], emulated: str) -> Table:
         ("pairs per row sent (deduplication)", _number(summary["dedup_ratio"], "{:.2f}")),
         *((f"WAN payload sent, {name}", _bytes(sent)) for name, sent in wan.items()),
         ("WAN payload sent, all", _bytes(sum(wan.values()))),
+        *(merges if summary["merges"] or summary["failed_merges"] else []),
+        *(codec if summary["codec_error"] else []),
         ("steps discarded / skipped", f"{summary['discarded_steps']} / {summary['skipped_steps']}"),
         ("events", str(summary["events"])),
     ]

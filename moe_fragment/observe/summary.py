@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from moe_fragment.observe.layout import STEP_DISCARDED, STEP_SKIPPED, RunLogError
+from moe_fragment.observe.layout import STEP_DISCARDED, STEP_SKIPPED, SYNC_FAILED, SYNC_REFUSED, RunLogError
 
 if TYPE_CHECKING:
     from moe_fragment.observe.runlog import RunLog
@@ -23,8 +23,9 @@ def summarise(log: RunLog) -> dict[str, Any]:
         recorded), `last_step`, `tokens`, `final_loss` (nats; token-weighted over clusters at the last step),
         `eval_loss` (same, at the last evaluation), `elapsed_s` (sum over steps of the slowest cluster),
         `tokens_per_second`, `wan_bytes` (channel to bytes sent), `remote_fraction`, `dedup_ratio`,
-        `per_cluster` (name to seconds and tokens), `events`, `discarded_steps`, `skipped_steps`. What was not
-        measured is None.
+        `merges` (steps with one), `failed_merges`, `refused_merges`, `trunk_distance` and `codec_error` (means over
+        the steps in which they were measured), `per_cluster` (name to seconds and tokens), `events`,
+        `discarded_steps`, `skipped_steps`. What was not measured is None.
 
     Raises:
         RunLogError: no step was recorded yet.
@@ -37,6 +38,7 @@ def summarise(log: RunLog) -> dict[str, Any]:
     final = evaluations[evaluations["step"] == evaluations["step"].max()]
     remote, local, rows = (_total(steps, name) for name in ("remote_pairs", "local_pairs", "remote_rows"))
     elapsed = steps.groupby("step")["step_s"].max().sum() if "step_s" in steps else math.nan
+    first = steps[steps["cluster"] == steps["cluster"].iloc[0]]
     tokens = int(steps["tokens"].sum())
     sent_K = log.wan_bytes()[..., 0].sum(axis=(0, 1, 2))
     return {
@@ -54,6 +56,11 @@ def summarise(log: RunLog) -> dict[str, Any]:
         "wan_bytes": {name: int(sent) for name, sent in zip(log.channels, sent_K, strict=True)},
         "remote_fraction": _ratio(remote, remote + local),
         "dedup_ratio": _ratio(remote, rows),
+        "merges": _count(first, "trunk_distance"),
+        "failed_merges": _fleet_count(log.events, SYNC_FAILED),
+        "refused_merges": _fleet_count(log.events, SYNC_REFUSED),
+        "trunk_distance": _mean(first, "trunk_distance"),
+        "codec_error": _mean(first, "codec_error"),
         "per_cluster": {
             str(name): {
                 **{field: _or_none(_total(part, field)) for field in _PER_CLUSTER_SECONDS},
@@ -69,6 +76,14 @@ def summarise(log: RunLog) -> dict[str, Any]:
 
 def _total(frame: pd.DataFrame, column: str) -> float:
     return float(frame[column].sum(min_count=1)) if column in frame else math.nan
+
+
+def _count(frame: pd.DataFrame, column: str) -> int:
+    return int(frame[column].notna().sum()) if column in frame else 0
+
+
+def _mean(frame: pd.DataFrame, column: str) -> float | None:
+    return _or_none(float(frame[column].mean())) if column in frame else None
 
 
 def _weighted_loss(rows: pd.DataFrame) -> float | None:

@@ -259,6 +259,10 @@ class Checkpoint:
                 return self._tensor(file, stored)
         return None
 
+    def holds(self, kind: str, name: str) -> bool:
+        """Whether there is anything of this kind of a parameter."""
+        return (kind, name) in self._pieces
+
     def names(self, kind: str) -> list[str]:
         """Names stored under `kind`."""
         return sorted(name for stored, name in self._pieces if stored == kind)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
 from moe_fragment.models.configuration import FragmentMoeConfig
 from moe_fragment.models.stock import stock_equivalent
+from moe_fragment.sync.state import OUTER
 from moe_fragment.train.checkpoint import Checkpoint, CheckpointError, checkpoint_path, saved_steps
 from moe_fragment.train.state import WEIGHT
 from moe_fragment.train.zero import expert_name
@@ -114,30 +115,40 @@ def open_checkpoints(run: Path, step: int | None = None) -> dict[str, Checkpoint
 
 
 def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor]:
-    """State dict (fp32) of the whole model: the trunk, and every expert from the cluster that holds it.
+    """State dict (fp32) of the whole model: the trunk, and every expert from a cluster that holds it.
+
+    Of what clusters that train apart hold several copies of, it is the global one of their last merge (Streaming DiLoCo
+    finds it better than any single copy), or the mean of copies that are only ever mixed.
 
     Raises:
-        CheckpointError: trunk copies differ between clusters, or an expert is nowhere.
+        CheckpointError: copies that must be equal differ between clusters, or an expert is nowhere.
     """
     first_name, first = next(iter(checkpoints.items()))
-    state: dict[str, torch.Tensor] = {}
-    experts: dict[str, dict[int, torch.Tensor]] = {}
+    copies: dict[str, list[torch.Tensor]] = {}
     for cluster, checkpoint in checkpoints.items():
         for name, size in checkpoint.manifest.sizes.items():
-            values = checkpoint.read(WEIGHT, name, 0, size).view(checkpoint.manifest.shapes[name])
-            parameter, marker, expert = name.partition("#")
-            if marker:
-                experts.setdefault(parameter, {})[int(expert)] = values
-            elif name not in state:
-                state[name] = values
-            elif not torch.equal(state[name], values):
+            kind = OUTER if checkpoint.holds(OUTER, name) else WEIGHT
+            values = checkpoint.read(kind, name, 0, size).view(checkpoint.manifest.shapes[name])
+            held = copies.setdefault(name, [])
+            if held and not checkpoint.manifest.sync["again"] and not torch.equal(held[0], values):
                 raise CheckpointError(f"clusters {first_name} and {cluster} hold different copies of {name}")
+            held.append(values)
+    state: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, held in copies.items():
+        parameter, marker, expert = name.partition("#")
+        if marker:
+            experts.setdefault(parameter, {})[int(expert)] = held[0]
+        elif first.manifest.sync["again"]:
+            state[name] = torch.stack(held).mean(0)
+        else:
+            state[name] = held[0]
     count = first.manifest.placement.num_experts
-    for parameter, held in experts.items():
-        if len(held) != count:
-            lost = expert_name(parameter, min(set(range(count)) - set(held)))
+    for parameter, stack in experts.items():
+        if len(stack) != count:
+            lost = expert_name(parameter, min(set(range(count)) - set(stack)))
             raise CheckpointError(f"{lost}: is in no cluster's checkpoint")
-        state[parameter] = torch.stack([held[expert] for expert in range(count)])
+        state[parameter] = torch.stack([stack[number] for number in range(count)])
     for name in first.names("buffer"):
         buffer = first.extra(f"buffer|{name}|0")
         assert buffer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +45,16 @@ def measure(
     report: StepReport,
     syncs: Sequence[SyncReport],
     names: Sequence[str],
+    codec_loss: tuple[float, float] = (0.0, 0.0),
 ) -> Measurements:
-    """Bring together what was measured in a step and in the syncs after it; collective over the cluster."""
+    """Bring together what was measured in a step and in the syncs after it; collective over the cluster.
+
+    Args:
+        fabric, statistics, report: of this rank.
+        syncs: what was merged after the step.
+        names: of all clusters.
+        codec_loss: of a gradient codec on this rank, see `FleetSync.codec_loss`.
+    """
     waits = [report.step_s, report.wan_wait_s, report.wan_hidden_s, report.local_wait_s, report.sync_s]
     pairs = [
         statistics.local_pairs,
@@ -61,11 +70,13 @@ def measure(
             wan[peer, CHANNELS.index(channel)] = torch.tensor([traffic.sent, traffic.received])
         else:
             framing += traffic.sent
-    own = torch.tensor([1.0, *waits, *pairs, framing], dtype=torch.float64)
+    own = torch.tensor([1.0, *waits, *pairs, framing, *codec_loss], dtype=torch.float64)
     parts = [own, wan, statistics.traffic_LC, statistics.load_LE]
     total = fabric.cluster_sum(torch.cat([part.double().reshape(-1) for part in parts]))
     sums, wan_sum, traffic, load = total.split([part.numel() for part in parts])
-    ranks, step_s, wan_wait_s, hidden_s, local_s, sync_s, *pair_sums, rows, framing_sum = sums.tolist()
+    ranks, step_s, wan_wait_s, hidden_s, local_s, sync_s, *pair_sums, rows, framing_sum, lost, given = (
+        sums.tolist()
+    )
     local_pairs, remote_pairs, dropped_pairs = pair_sums
     scalars = {
         "step_s": step_s / ranks,
@@ -80,6 +91,7 @@ def measure(
         "dropped_pairs": dropped_pairs,
         "rows_without_dedup": remote_pairs,
         "framing_bytes": framing_sum,
+        **({"codec_error": math.sqrt(lost / given)} if given else {}),
         **_of_merges([sync for sync in syncs if sync.outcome in ("merged", "refused")]),
     }
     counted = wan_sum.view(wan.shape).long().tolist()

@@ -413,7 +413,12 @@ class ClusterRun:
 
     def _record(self, report: StepReport, syncs: list[SyncReport]) -> None:
         measured: Measurements = measure(
-            self.fabric, self.stepper.statistics.drain(), report, syncs, self.topology.names
+            self.fabric,
+            self.stepper.statistics.drain(),
+            report,
+            syncs,
+            self.topology.names,
+            self.stepper.sync.codec_loss(),
         )
         if self.writer is not None:
             self.writer.step(

@@ -174,6 +174,11 @@ class FleetSync:
             reports += mixing.after_step(step)
         return reports
 
+    def codec_loss(self) -> tuple[float, float]:
+        """Squared L2 norms of what a gradient codec lost in the last step on this rank, and of what it was given."""
+        lost = sum(sync.codec_loss[0] for sync in self.gradients)
+        return lost, sum(sync.codec_loss[1] for sync in self.gradients)
+
     # -- state -------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[Piece]:

@@ -1,10 +1,10 @@
 """What a DeepSpeed ZeRO optimizer holds on this rank, as runs of canonical parameters.
 
 Three optimizers, three layouts: ZeRO-1 and ZeRO-2 flatten each parameter group and give every rank one slice of it; the
-bf16 variant of ZeRO-1 does the same with an fp32 gradient buffer; ZeRO-3 slices every parameter by itself. `ZeroShards` says for each
-of them which elements of which parameter lie where in the rank's flat fp32 buffers, and gives access to gradients
-(after the boundary's backward, before `engine.step`), master weights and Adam moments. No collective is involved;
-the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
+bf16 variant of ZeRO-1 does the same with an fp32 gradient buffer; ZeRO-3 slices every parameter by itself.
+`ZeroShards` says for each of them which elements of which parameter lie where in the rank's flat fp32 buffers, and
+gives access to gradients (after the boundary's backward, before `engine.step`), master weights and Adam moments. No
+collective is involved; the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
 
 A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`.
 """

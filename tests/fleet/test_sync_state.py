@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_fragment.train.export import open_checkpoints, whole_state
 from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.training import Scenario, train_on_links
@@ -70,11 +71,30 @@ def test_resumes_to_the_bit(fleets: Fleets, tmp_path: Path, name: str) -> None:
     expected, losses = state_of(tmp_path, recipe, STEPS), losses_of(tmp_path, recipe)
     kinds = {key.split()[1] for key in state_of(tmp_path, recipe, STEPS - 1)}
     assert {"outer_weight", "error_feedback"} & kinds or name == "mixing"
+    check_export(tmp_path, recipe, expected, name)
     for step in LIVES[name][2]:
         life = cut(tmp_path, recipe, step, f"resumed-{step}")
         assert {began for ranks in fleets(2, 1).run(train, life) for began in ranks} == {step}
         assert_same_bits(state_of(tmp_path, life, STEPS), expected)
         assert losses_of(tmp_path, life) == losses
+
+
+def check_export(home: Path, recipe: dict[str, Any], last: dict[str, torch.Tensor], name: str) -> None:
+    """Of copies that are apart, an export takes the global one, or their mean if they are only mixed."""
+    middle = whole_state(open_checkpoints(home / recipe["name"], STEPS - 2))["model.norm.weight"]
+    state = state_of(home, recipe, STEPS - 2)
+    copies = [state[f"{cluster} weight model.norm.weight"] for cluster in ("ada", "bob")]
+    if name == "gradient":
+        assert torch.equal(copies[0], copies[1])
+        assert torch.equal(middle, copies[0])
+        return
+    assert not torch.equal(copies[0], copies[1])
+    if name == "mixing":
+        torch.testing.assert_close(middle, (copies[0] + copies[1]) / 2)
+        return
+    assert torch.equal(middle, state["ada outer_weight model.norm.weight"])
+    end = whole_state(open_checkpoints(home / recipe["name"], STEPS))["model.norm.weight"]
+    assert torch.equal(end, last["bob weight model.norm.weight"])
 
 
 @pytest.mark.timeout(240)
