@@ -165,7 +165,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no ZeRO": (
         zero(zero_optimization={}),
-        "deepspeed: zero_optimization.stage: expected 1 or 3, got 0",
+        "deepspeed: zero_optimization.stage: expected 1, 2 or 3, got 0",
     ),
     "ZeRO 2": (
         zero(zero_optimization={"stage": 0}),
@@ -227,6 +227,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "field of another strategy": (
         {"sync": {"strategy": "local_sgd", "overlap": 2}},
         "sync.overlap: has no effect with strategy local_sgd",
+    ),
+    "tokens between steps": (
+        {"sync": {"strategy": "decoupled"}},
+        "sync.strategy: decoupled lets clusters be at different steps",
     ),
     "router bias apart": (
         {"sync": {"strategy": "diloco"}, "experts": {"exchange": "local"}, "model": {"config": {"router_bias": True}}},

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from moe_fragment.fabric.collectives import all_reduce
 from moe_fragment.fabric.emulation import LinkEmulator
 from moe_fragment.fabric.lanes import Lane
+from moe_fragment.fabric.mail import Mailbox
 from moe_fragment.fabric.membership import FleetError, Member
 from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.rails import ExchangeError, Rail, first_line
@@ -305,6 +306,13 @@ class Fabric:
             except Exception as error:  # a peer that died since the quorum: the transfer will fail
                 log.warning("the side rail of step %s broke: %s", step, first_line(error))
                 self._side.drop()
+
+    def mailbox(self) -> Mailbox:
+        """Messages over the side rail's connections, after a `begin_step`; gateways only, and instead of
+        `begin_side`."""
+        assert self._side is not None, "the fabric was connected without a side rail"
+        side = self._side
+        return Mailbox(side.group, names=self.names, meter=self.meter, emulator=side.emulator)
 
     def fleet_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small host tensor over all ranks of the fleet, over the first rail; collective over the fleet.

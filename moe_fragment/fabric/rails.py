@@ -116,6 +116,11 @@ class Rail:
                     self._post(rank, torch.empty(self._eager_bytes, dtype=torch.uint8))
 
     @property
+    def emulator(self) -> LinkEmulator | None:
+        """Holds messages back, or None."""
+        return self._emulator
+
+    @property
     def emulated_round_trip_s(self) -> float:
         """To the peer that is farthest on the emulated links, what a quorum costs at least; 0 without emulation."""
         return self._emulator.slowest_round_trip_s if self._emulator else 0.0

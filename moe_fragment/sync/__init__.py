@@ -1,5 +1,6 @@
 """Sync: keeping the copies of the trunk, and of replicated experts, together."""
 
+from moe_fragment.sync.asynchronous import AsynchronousSync
 from moe_fragment.sync.canonical import CanonicalVector, Run
 from moe_fragment.sync.config import SyncConfig
 from moe_fragment.sync.gradient import GradientSync
@@ -9,9 +10,11 @@ from moe_fragment.sync.outer import OuterSGD
 from moe_fragment.sync.parameter import ParameterSync, Rounds
 from moe_fragment.sync.report import SyncReport
 from moe_fragment.sync.state import checksum
+from moe_fragment.sync.syncer import Policy
 from moe_fragment.sync.vector import Crew, RailVector
 
 __all__ = [
+    "AsynchronousSync",
     "CanonicalVector",
     "Crew",
     "GradientSync",
@@ -19,6 +22,7 @@ __all__ = [
     "MixingSync",
     "OuterSGD",
     "ParameterSync",
+    "Policy",
     "RailVector",
     "Rounds",
     "Run",

@@ -14,11 +14,21 @@ from pydantic import Field, model_validator
 from moe_fragment.codecs import Codec, parse_codec
 from moe_fragment.schema import Count, FieldError, Section
 
-Strategy = Literal["allreduce", "butterfly", "local_sgd", "teleport", "diloco", "streaming_diloco"]
+Strategy = Literal[
+    "allreduce",
+    "butterfly",
+    "local_sgd",
+    "teleport",
+    "diloco",
+    "streaming_diloco",
+    "decoupled",
+    "parameter_server",
+]
 
 _COMMON = {"strategy", "preset"}
 _ENCODED = {"codec", "error_feedback", "divide_by"}
 _ROUND = {"every", "weights", "check_every", "guard"}
+_PUSHED = {"every", "outer", "codec", "error_feedback"}
 _USED: dict[str, set[str]] = {
     "allreduce": _ENCODED,
     "butterfly": {*_ROUND, "rounds"},
@@ -26,6 +36,8 @@ _USED: dict[str, set[str]] = {
     "teleport": _ROUND,
     "diloco": {*_ENCODED, *_ROUND, "outer"},
     "streaming_diloco": {*_ENCODED, *_ROUND, "outer", "fragments", "overlap", "mix"},
+    "decoupled": {*_PUSHED, "fragments", "overlap", "quorum", "grace", "merge"},
+    "parameter_server": {*_PUSHED, "staleness"},
 }
 """Fields that have an effect, by strategy."""
 
@@ -36,6 +48,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "teleport": {"every": 512, "guard": {}},
     "diloco": {"every": 100, "outer": {"learning_rate": 0.7}},
     "streaming_diloco": {"every": 100, "overlap": 1, "mix": 0.5, "outer": {"learning_rate": 0.4}},
+    "decoupled": {"every": 24, "overlap": 2, "outer": {"learning_rate": 0.7}},
+    "parameter_server": {"every": 16, "outer": {"learning_rate": 1.0, "momentum": 0.0}},
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -60,12 +74,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class OuterConfig(Section):
-    """The outer optimizer of `diloco` and `streaming_diloco`: SGD on pseudo-gradients."""
+    """The outer optimizer of the DiLoCos and of asynchronous strategies: SGD on pseudo-gradients."""
 
     learning_rate: float = Field(default=0.7, gt=0, allow_inf_nan=False)
-    """Default .7 for diloco, .4 for streaming_diloco, as published."""
+    """Default .7 for diloco and decoupled, .4 for streaming_diloco, as published; 1 for parameter_server."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Default .9."""
+    """Default .9; 0 for parameter_server."""
     nesterov: bool = True
     """Default on."""
 
@@ -90,7 +104,8 @@ class SyncConfig(Section):
 
     strategy: Strategy = "allreduce"
     """`allreduce` (exact, every step; or encoded), `butterfly` (pairwise), `local_sgd` (average parameters every H
-    steps), `teleport` (the same, rarely, with a guard), `diloco`, `streaming_diloco`. Default allreduce."""
+    steps), `teleport` (the same, rarely, with a guard), `diloco`, `streaming_diloco`; without waiting for anybody
+    `decoupled` (quorum and grace) and `parameter_server` (bounded staleness). Default allreduce."""
     preset: str | None = None
     """Published settings under a name, `sparseloco` or `streaming_fp4`; other fields given here override them."""
     every: Count = 1
@@ -104,7 +119,7 @@ class SyncConfig(Section):
     mix: float = Field(default=0.0, ge=0, le=1)
     """Weight (alpha) of a cluster's own weights in a merge. Default .5 for streaming_diloco."""
     outer: OuterConfig = OuterConfig(learning_rate=1.0, momentum=0.0)
-    """Of the DiLoCos."""
+    """Of the DiLoCos and of asynchronous strategies."""
     rounds: Literal["all", "one"] = "all"
     """Of butterfly: all log2 C rounds in one sync (exact), or one round per sync (mixing). Default all."""
     weights: Literal["tokens", "equal"] = "tokens"
@@ -114,6 +129,14 @@ class SyncConfig(Section):
     fp32."""
     error_feedback: float | None = Field(default=None, ge=0, le=1)
     """Decay of what a codec lost, added to the next contribution. Required with two bits or less. Default none."""
+    quorum: Count = 1
+    """Of decoupled: how many clusters must have pushed a fragment before it is merged. Default 1."""
+    grace: float = Field(default=0.5, ge=0, le=1)
+    """Of decoupled: part of what is left of `overlap` steps that others get on top of the quorum. Default .5."""
+    merge: Literal["rda", "average"] = "rda"
+    """Of decoupled: `rda` keeps the length of contributions that point apart, `average` does not. Default rda."""
+    staleness: Count = 4
+    """Of parameter_server: how many pushes a cluster may be ahead of the slowest before it has to wait. Default 4."""
     divide_by: Literal["clusters", "contributors"] = "clusters"
     """What the mean of sparse contributions is over, element by element. Default clusters."""
     guard: GuardConfig | None = None
@@ -152,11 +175,12 @@ class SyncConfig(Section):
             )
         if codec.lossless and self.error_feedback is not None:
             raise FieldError("error_feedback", "has no effect without a codec that loses something")
-        if self.strategy == "butterfly" and self.rounds == "one":
+        if self.only_mixes:
             for field in ("weights", "guard", "check_every"):
                 if field in self.model_fields_set:
                     raise FieldError(field, "has no effect with rounds: one, which has no global copy")
-        if self.overlap * (self.fragments or 1) >= self.every and self.overlap:
+        streams = self.strategy == "streaming_diloco"
+        if streams and self.overlap and self.overlap * (self.fragments or 1) >= self.every:
             raise FieldError(
                 "overlap",
                 f"expected less than every / fragments = {self.every / (self.fragments or 1):g} steps, got "
@@ -185,9 +209,19 @@ class SyncConfig(Section):
         )
 
     @property
-    def merges_exactly(self) -> bool:
-        """Whether there is a global copy that all clusters share."""
-        return not (self.strategy == "butterfly" and self.rounds == "one")
+    def is_asynchronous(self) -> bool:
+        """Whether clusters wait for nobody, and push and pull in their own time."""
+        return self.strategy in ("decoupled", "parameter_server")
+
+    @property
+    def only_mixes(self) -> bool:
+        """Whether there is no global copy."""
+        return self.strategy == "butterfly" and self.rounds == "one"
+
+    @property
+    def needs_side_rail(self) -> bool:
+        """Whether transfers outlast steps."""
+        return self.is_asynchronous or self.overlap > 0
 
 
 def _over(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ OUTER, VELOCITY = "outer_weight", "outer_velocity"
 """Global copy of the trunk, and outer momentum."""
 FEEDBACK, LOST = "error_feedback", "error_pending"
 """What a codec has lost so far, and what it will have lost when the sync under way is merged."""
+SERVED, SERVED_VELOCITY = "served_weight", "served_velocity"
+"""Global copy and outer momentum of the syncer of an asynchronous strategy, on the cluster that hosts it."""
 IN_FLIGHT = "in_flight"
 """A mean pseudo-gradient that is to be applied at a later step."""
 

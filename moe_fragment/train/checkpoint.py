@@ -259,6 +259,11 @@ class Checkpoint:
                 return self._tensor(file, stored)
         return None
 
+    @property
+    def kinds(self) -> set[str]:
+        """Of everything that is stored."""
+        return {kind for kind, _ in self._pieces}
+
     def holds(self, kind: str, name: str) -> bool:
         """Whether there is anything of this kind of a parameter."""
         return (kind, name) in self._pieces

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
 from moe_fragment.models.configuration import FragmentMoeConfig
 from moe_fragment.models.stock import stock_equivalent
-from moe_fragment.sync.state import OUTER
+from moe_fragment.sync.state import OUTER, SERVED
 from moe_fragment.train.checkpoint import Checkpoint, CheckpointError, checkpoint_path, saved_steps
 from moe_fragment.train.state import WEIGHT
 from moe_fragment.train.zero import expert_name
@@ -124,10 +124,18 @@ def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor
         CheckpointError: copies that must be equal differ between clusters, or an expert is nowhere.
     """
     first_name, first = next(iter(checkpoints.items()))
+    served = {
+        name: checkpoint
+        for checkpoint in checkpoints.values()
+        for name in checkpoint.manifest.sizes
+        if checkpoint.holds(SERVED, name)
+    }
     copies: dict[str, list[torch.Tensor]] = {}
     for cluster, checkpoint in checkpoints.items():
         for name, size in checkpoint.manifest.sizes.items():
-            kind = OUTER if checkpoint.holds(OUTER, name) else WEIGHT
+            if served.get(name, checkpoint) is not checkpoint:
+                continue  # the syncer's copy is the one that counts
+            kind = next((kind for kind in (SERVED, OUTER) if checkpoint.holds(kind, name)), WEIGHT)
             values = checkpoint.read(kind, name, 0, size).view(checkpoint.manifest.shapes[name])
             held = copies.setdefault(name, [])
             if held and not checkpoint.manifest.sync["again"] and not torch.equal(held[0], values):

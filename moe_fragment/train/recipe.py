@@ -211,6 +211,11 @@ class Recipe(Section):
             raise ConfigError(
                 f"{where}: fabric.emulate: links can be emulated on one machine only, but the topology has hosts"
             )
+        if self.sync.is_asynchronous and self.experts.exchange != "local":
+            raise ConfigError(
+                f"{where}: sync.strategy: {self.sync.strategy} lets clusters be at different steps, between which "
+                f"no token can travel; set experts.exchange: local"
+            )
         if (
             self.experts.exchange == "local"
             and not self.sync.is_gradient

@@ -68,7 +68,7 @@ class ClusterRun:
             cluster=world.cluster,
             coordinator=world.coordinator,
             facts=joining_facts(recipe, self.data.fingerprint),
-            side=recipe.sync.overlap > 0,
+            side=recipe.sync.needs_side_rail,
         )
         self._introduce(watch)
         self.directory = recipe.run_directory / world.cluster
@@ -145,7 +145,8 @@ class ClusterRun:
             error = caught
         trunk = self.stepper.sync.digest()
         if trunk is None:
-            trunk = trunk_checksum(self.stepper.shards, self.fabric) if self._copies_are_equal(step) else 0
+            equal = step is None or self.recipe.sync.is_gradient
+            trunk = trunk_checksum(self.stepper.shards, self.fabric) if equal else 0
         heard = self.fabric.gather("begin", [str(error) if error else None, trunk])
         if error is not None:
             raise error
@@ -163,9 +164,7 @@ class ClusterRun:
         if step is not None:
             self.stepper.shards.publish_masters()
             self.fabric.resume_at(step)
-
-    def _copies_are_equal(self, step: int | None) -> bool:
-        return step is None or self.recipe.sync.merges_exactly
+        self.stepper.sync.begin(self.step_number)
 
     def _route_as_trained(self) -> None:
         """In an evaluation tokens go to all experts, whatever they do in training."""
@@ -205,7 +204,7 @@ class ClusterRun:
             )
         restore_rank(checkpoint, self.stepper.shards, self.stepper.engine.module, self.world.local_rank)
         try:
-            self.stepper.sync.restore(checkpoint.read, manifest.sync)
+            self.stepper.sync.restore(checkpoint.read, manifest.sync, checkpoint.kinds)
         except CheckpointError:
             raise
         except ValueError as error:

@@ -7,7 +7,7 @@ not concern it, because the clusters meet for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from moe_fragment.fabric import Fabric
 from moe_fragment.models.fragment import Fragmented
 from moe_fragment.schema import ConfigError
 from moe_fragment.sync import (
+    AsynchronousSync,
     CanonicalVector,
     Crew,
     GradientSync,
@@ -23,6 +24,7 @@ from moe_fragment.sync import (
     MixingSync,
     OuterSGD,
     ParameterSync,
+    Policy,
     RailVector,
     Rounds,
     Run,
@@ -74,14 +76,17 @@ class FleetSync:
         self.gradients: list[GradientSync] = []
         self.rounds: list[ParameterSync] = []
         self.mixings: list[MixingSync] = []
-        if config.is_gradient:
+        self.asynchronous: AsynchronousSync | None = None
+        if config.is_asynchronous:
+            self.asynchronous = self._asynchronous(domains, len(fragmented.layers))
+        elif config.is_gradient:
             self.gradients = [self._gradient(domain) for domain in domains]
-        elif config.merges_exactly:
-            self.rounds = [self._parameter(domain, len(fragmented.layers)) for domain in domains]
-        else:
+        elif config.only_mixes:
             if replicas:
                 raise ConfigError("sync.rounds: one round per sync does not work with replicated experts")
             self.mixings = [self._mixing(trunk)]
+        else:
+            self.rounds = [self._parameter(domain, len(fragmented.layers)) for domain in domains]
 
     @property
     def trunk_is_global(self) -> bool:
@@ -111,14 +116,11 @@ class FleetSync:
 
     def _parameter(self, domain: Domain, layers: int) -> ParameterSync:
         config = self.config
-        wanted = config.fragments or (
-            min(layers, _MOST_FRAGMENTS) if config.strategy == "streaming_diloco" else 1
-        )
         try:
-            fragments = split(domain.sizes, wanted) if domain.sizes else [{} for _ in range(wanted)]
+            fragments = self._split(domain.sizes, layers)
             rounds = Rounds(
                 every=config.every,
-                outer=OuterSGD(config.outer.learning_rate, config.outer.momentum, config.outer.nesterov),
+                outer=self._outer(),
                 overlap=config.overlap,
                 mix=config.mix,
                 butterfly=config.strategy == "butterfly",
@@ -139,6 +141,50 @@ class FleetSync:
         except ValueError as error:
             raise ConfigError(f"sync: {error}") from None
 
+    def _outer(self) -> OuterSGD:
+        outer = self.config.outer
+        return OuterSGD(outer.learning_rate, outer.momentum, outer.nesterov)
+
+    def _split(self, sizes: dict[str, int], layers: int) -> list[dict[str, int]]:
+        """Fragments; as many on clusters that hold nothing of it."""
+        config = self.config
+        in_parts = config.strategy in ("streaming_diloco", "decoupled")
+        wanted = config.fragments or (min(layers, _MOST_FRAGMENTS) if in_parts else 1)
+        return split(sizes, wanted) if sizes else [{} for _ in range(wanted)]
+
+    def _asynchronous(self, domains: Sequence[Domain], layers: int) -> AsynchronousSync:
+        config, everybody = self.config, self._fabric.everybody
+        partly = [domain.among for domain in domains if domain.among != everybody]
+        if partly:
+            names = " and ".join(self._fabric.names[cluster] for cluster in partly[0])
+            raise ConfigError(
+                f"sync.strategy: {config.strategy} keeps together what all clusters hold; experts that {names} "
+                f"share must be on all clusters or on one"
+            )
+        sizes = {name: size for domain in domains for name, size in domain.sizes.items()}
+        server = config.strategy == "parameter_server"
+        policy = Policy(
+            self._outer(),
+            quorum=config.quorum,
+            grace=0.0 if server else config.grace,
+            overlap=config.overlap,
+            merge="average" if server else config.merge,
+            staleness=config.staleness if server else None,
+        )
+        try:
+            fragments = self._split(sizes, layers)
+        except ValueError as error:
+            raise ConfigError(f"sync: {error}") from None
+        return AsynchronousSync(
+            [self._vector(part) for part in fragments],
+            policy,
+            every=config.every,
+            masters=self._shards.masters,
+            publish=self._shards.publish_masters,
+            codec=config.build_codec(),
+            error_feedback=config.error_feedback,
+        )
+
     def _mixing(self, domain: Domain) -> MixingSync:
         return MixingSync(
             self._vector(domain.sizes),
@@ -148,6 +194,11 @@ class FleetSync:
         )
 
     # -- steps -------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Before the first step of a life, where asynchronous clusters meet."""
+        if self.asynchronous is not None:
+            self.asynchronous.begin(step)
 
     def reduce(self, flats: Sequence[torch.Tensor], *, step: int) -> float:
         """Sum gradients in place under a gradient strategy.
@@ -172,6 +223,8 @@ class FleetSync:
             reports += sync.after_step(step, tokens, last=last)
         for mixing in self.mixings:
             reports += mixing.after_step(step)
+        if self.asynchronous is not None:
+            reports += self.asynchronous.after_step(step, tokens, last=last)
         return reports
 
     def codec_loss(self) -> tuple[float, float]:
@@ -187,30 +240,39 @@ class FleetSync:
             yield from gradient.state()
         for sync in self.rounds:
             yield from sync.state()
+        if self.asynchronous is not None:
+            yield from self.asynchronous.state()
 
     def numbers(self) -> dict[str, Any]:
         """The rest of the state, for JSON."""
         return {
             "rounds": [sync.numbers() for sync in self.rounds],
             "again": [mixing.again for mixing in self.mixings],
+            "pushed": self.asynchronous.numbers() if self.asynchronous is not None else None,
         }
 
-    def restore(self, read: Reader, numbers: Mapping[str, Any]) -> None:
+    def restore(self, read: Reader, numbers: Mapping[str, Any], kinds: Collection[str]) -> None:
         """Inverse of `state` and `numbers`, whatever layout wrote them. No collective.
+
+        Args:
+            read: gives any range of what was stored.
+            numbers: what `numbers` gave.
+            kinds: of tensors that are stored at all.
 
         Raises:
             ValueError: they are of another strategy, or of other fragments.
         """
-        if len(numbers.get("rounds", ())) != len(self.rounds) or len(numbers.get("again", ())) != len(
-            self.mixings
-        ):
+        stored = len(numbers["rounds"]), len(numbers["again"]), numbers["pushed"] is None
+        if stored != (len(self.rounds), len(self.mixings), self.asynchronous is None):
             raise ValueError("sync.strategy: the checkpoint was written under another kind of strategy")
         for gradient in self.gradients:
             gradient.restore(read)
-        for sync, stored in zip(self.rounds, numbers["rounds"], strict=True):
-            sync.restore(read, stored)
+        for sync, own in zip(self.rounds, numbers["rounds"], strict=True):
+            sync.restore(read, own)
         for mixing, again in zip(self.mixings, numbers["again"], strict=True):
             mixing.again = again
+        if self.asynchronous is not None:
+            self.asynchronous.restore(read, numbers["pushed"], served=kinds.__contains__)
 
     def digest(self) -> int | None:
         """Checksum of the trunk's global copy, if there is one; collective over the cluster."""

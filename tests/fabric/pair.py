@@ -56,7 +56,7 @@ class Network:
             if generation not in self._generations:
                 places = range(self.size)
                 self._generations[generation] = {
-                    (a, b, tag): queue.Queue() for a in places for b in places for tag in (0, 1)
+                    (a, b, tag): queue.Queue() for a in places for b in places for tag in range(4)
                 }
             return self._generations[generation]
 

@@ -76,7 +76,8 @@ LAUNCHES = re.findall(r"^moe-fragment launch (.*)$", (ROOT / "README.md").read_t
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", LAUNCHES)
 def test_launches_of_the_readme(tmp_path: Path, command: str) -> None:
-    """As written, but for a few steps only; the one with less traffic has none for tokens, and a trunk codec at work."""
+    """As written, but for a few steps only; the one with less traffic has none for tokens, and a trunk codec at
+    work."""
     outcome = run("launch", *command.split(), "train.steps=6", f"out={tmp_path}", "--quiet")
     assert outcome["steps"] == 6
     sent = outcome["wan_bytes"]

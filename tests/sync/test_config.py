@@ -25,7 +25,12 @@ def test_defaults_by_strategy() -> None:
     assert (streaming.overlap, streaming.mix, streaming.outer.learning_rate) == (1, 0.5, 0.4)
     teleport = SyncConfig(strategy="teleport")
     assert teleport.guard is not None
-    assert not SyncConfig(strategy="butterfly", rounds="one", every=4).merges_exactly
+    assert SyncConfig(strategy="butterfly", rounds="one", every=4).only_mixes
+    decoupled = SyncConfig(strategy="decoupled")
+    assert decoupled.is_asynchronous
+    assert (decoupled.every, decoupled.overlap, decoupled.quorum, decoupled.merge) == (24, 2, 1, "rda")
+    server = SyncConfig(strategy="parameter_server", staleness=2)
+    assert (server.outer.learning_rate, server.outer.momentum, server.staleness) == (1.0, 0.0, 2)
 
 
 def test_presets() -> None:
@@ -75,6 +80,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "sync.check_every: has no effect with rounds: one",
     ),
     ({"evry": 3}, "sync.evry: unknown field"),
+    ({"strategy": "decoupled", "mix": 0.5}, "sync.mix: has no effect with strategy decoupled"),
+    (
+        {"strategy": "parameter_server", "quorum": 2},
+        "sync.quorum: has no effect with strategy parameter_server",
+    ),
+    ({"strategy": "decoupled", "grace": 2}, "sync.grace"),
 ]
 
 
