@@ -232,6 +232,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"sync": {"strategy": "decoupled"}},
         "sync.strategy: decoupled lets clusters be at different steps",
     ),
+    "nothing to do apart": (
+        {"sync": {"strategy": "diloco"}, "experts": {"exchange": "local"}, "train": {"shares": {"ada": 1, "bob": 0}}},
+        "train.shares: cluster bob has no sequence of a batch",
+    ),
+    "too few experts at home": (
+        {
+            "experts": {"exchange": "local"},
+            "model": {"architecture": "moe_fragment", "config": {"num_experts": 6}},
+            "placement": {"policy": "manual", "table": {"ada": "0-4", "bob": [5]}},
+        },
+        "placement: cluster bob holds 1 experts of layer 0, but each token chooses",
+    ),
     "router bias apart": (
         {"sync": {"strategy": "diloco"}, "experts": {"exchange": "local"}, "model": {"config": {"router_bias": True}}},
         "model.config.router_bias: follows the whole fleet's load in every step",

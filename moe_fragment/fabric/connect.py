@@ -137,9 +137,10 @@ def _join(
         quorum_timeout_s=config.quorum_timeout_s,
         side=side,
     )
-    emulator = None
+    emulators: list[LinkEmulator | None] = [None, None]
     if config.emulate:
-        emulator = LinkEmulator(topology, index, key=store.get("fleet").decode(), seed=config.seed)
+        key = store.get("fleet").decode()
+        emulators = [LinkEmulator(topology, index, key=key, seed=config.seed, side=at > 0) for at in (0, 1)]
     groups: list[RailGroup] = [member.group]
     if member.group.side_group is not None:
         groups.append(member.group.side_group)
@@ -148,10 +149,13 @@ def _join(
             group,
             names=topology.names,
             meter=fabric.meter,
-            timeout_s=config.exchange_timeout_s,
+            timeout_s=timeout_s,
             eager_bytes=config.eager_bytes,
             emulator=emulator,
         )
-        for group in groups
+        # What is to outlast steps may take as long as a start may: a dead peer closes its connections at once.
+        for group, emulator, timeout_s in zip(
+            groups, emulators, (config.exchange_timeout_s, config.join_timeout_s), strict=False
+        )
     ]
-    fabric.attach(rails[0], member, keep=(store, own_store, emulator), side=rails[1] if side else None)
+    fabric.attach(rails[0], member, keep=(store, own_store, *emulators), side=rails[1] if side else None)

@@ -1,6 +1,7 @@
 """Emulated links: each message is held back for as long as the topology's link would take.
 
-A directed link is a FIFO queue with a rate and a delay. A sender reserves `bytes / rate` behind what is already
+A directed link is a FIFO queue with a rate and a delay (and a second queue for the side rail, with which it shares
+the rate). A sender reserves `bytes / rate` behind what is already
 queued on that link (all processes of this machine share one memory-mapped table of queue ends), adds the one-way
 delay and jitter, and stamps the message with the moment it may be seen; the receiver waits until then. The bytes
 themselves move at the machine's own speed, so emulated time passes while the receiver computes: overlap works as on a
@@ -20,6 +21,7 @@ import os
 import random
 import struct
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from moe_fragment.topology import Topology
 
 MSS_BYTES = 1460
 _SLOT = struct.Struct("d")
+_THREADS = threading.Lock()
+"""File locks exclude other processes only."""
 
 
 class LinkEmulator:
@@ -37,12 +41,16 @@ class LinkEmulator:
         cluster: index of the cluster this process belongs to (the sender).
         key: what the processes of one fleet have in common, names the shared table.
         seed: of the jitter; drawn per message, so it is repeatable for one process.
+        side: for the side rail, whose messages have a queue of their own.
     """
 
-    def __init__(self, topology: Topology, cluster: int, *, key: str, seed: int = 0) -> None:
+    def __init__(
+        self, topology: Topology, cluster: int, *, key: str, seed: int = 0, side: bool = False
+    ) -> None:
         self._clusters = len(topology.names)
         self._cluster = cluster
-        self._random = random.Random(f"{seed}-{cluster}-{os.environ.get('RANK', 0)}")
+        self._side = side
+        self._random = random.Random(f"{seed}-{cluster}-{os.environ.get('RANK', 0)}{'-side' * side}")
         self._rate: dict[int, float] = {}
         self._delay: dict[int, float] = {}
         self._jitter: dict[int, float] = {}
@@ -59,8 +67,8 @@ class LinkEmulator:
             self._jitter[peer] = link.jitter_s
         self.path = table_path(key)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._file, self._clusters**2 * _SLOT.size)
-        self._table = mmap.mmap(self._file, self._clusters**2 * _SLOT.size)
+        os.ftruncate(self._file, 2 * self._clusters**2 * _SLOT.size)
+        self._table = mmap.mmap(self._file, 2 * self._clusters**2 * _SLOT.size)
 
     @property
     def slowest_round_trip_s(self) -> float:
@@ -72,14 +80,18 @@ class LinkEmulator:
 
         An announced message starts when the peer has answered its announcement, a round trip later.
         """
-        offset = (self._cluster * self._clusters + peer) * _SLOT.size
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-        try:
-            (busy_until,) = _SLOT.unpack_from(self._table, offset)
-            leaves = max(busy_until, time.monotonic()) + size_bytes / self._rate[peer]
-            _SLOT.pack_into(self._table, offset, leaves)
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+        slots = [((2 * self._cluster + side) * self._clusters + peer) * _SLOT.size for side in (False, True)]
+        own, other = slots[self._side], slots[not self._side]
+        with _THREADS:
+            fcntl.lockf(self._file, fcntl.LOCK_EX)
+            try:
+                begins = max(_SLOT.unpack_from(self._table, own)[0], time.monotonic())
+                leaves = begins + size_bytes / self._rate[peer]
+                # What the other queue still has to send shares the link: each gets half until one is empty.
+                leaves += min(leaves - begins, max(0.0, _SLOT.unpack_from(self._table, other)[0] - begins))
+                _SLOT.pack_into(self._table, own, leaves)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
         delay = self._delay[peer] + (self._round_trip[peer] if announced else 0.0)
         return leaves + delay + self._random.uniform(0.0, self._jitter[peer])
 

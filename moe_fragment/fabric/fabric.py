@@ -262,56 +262,53 @@ class Fabric:
         return tuple(range(self.clusters))
 
     def collective(
-        self, act: Callable[..., T], *arguments: Any, side: bool = False
+        self, act: Callable[..., T], *arguments: Any, side_step: int | None = None
     ) -> Transfer[tuple[bool, T | None]]:
         """Start `act(rail, cluster, clusters, *arguments)`, one of `fabric.collectives`; gateways only.
 
         Args:
             act: communicates over the rail it is given.
             arguments: what it takes.
-            side: on the side rail, where it may outlast steps (see `begin_side`).
+            side_step: run it on the side rail, where it may outlast steps, as of this fleet step; after a `begin_step`.
 
         Returns:
             whether it went well, and its result. A failure on the rail fails the step, one on the side rail nothing.
         """
-        return self._submit(
-            self._collective, act, arguments, side, thread=self._side_thread if side else None
-        )
+        if side_step is not None:
+            return self._submit(self._side_collective, act, arguments, side_step, thread=self._side_thread)
+        return self._submit(self._collective, act, arguments)
 
-    def _collective(
-        self, act: Callable[..., T], arguments: tuple[Any, ...], side: bool
-    ) -> tuple[bool, T | None]:
-        rail = self._side if side else self._rail
-        assert rail is not None, "only gateways communicate over a rail"
-        if not side and self.failure is not None:
+    def _collective(self, act: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[bool, T | None]:
+        assert self._rail is not None, "only gateways communicate over a rail"
+        if self.failure is not None:
             return False, None
         try:
-            return True, act(rail, self.cluster, self.clusters, *arguments)
+            return True, act(self._rail, self.cluster, self.clusters, *arguments)
         except ExchangeError as error:
-            if not side:
-                self._fail(error)
-                return False, None
-            log.warning("%s", error)
-            rail.drop()
+            self._fail(error)
             return False, None
 
-    def begin_side(self, step: int) -> None:
-        """Number what follows on the side rail as of fleet step `step`, after `begin_step` and with nothing under way.
-
-        Without a side rail (see `connect`), or on a rank that is no gateway, there is nothing to number.
-        """
-        if self._side is not None:
-            try:
-                self._side.begin_step(step)
-            except Exception as error:  # a peer that died since the quorum: the transfer will fail
-                log.warning("the side rail of step %s broke: %s", step, first_line(error))
-                self._side.drop()
+    def _side_collective(
+        self, act: Callable[..., T], arguments: tuple[Any, ...], step: int
+    ) -> tuple[bool, T | None]:
+        """On the side rail's thread, so that a transfer begins when the one before it is through."""
+        assert self._side is not None, "the fabric was connected without a side rail"
+        try:
+            self._side.begin_step(step)
+            return True, act(self._side, self.cluster, self.clusters, *arguments)
+        except (
+            Exception
+        ) as error:  # besides ExchangeError, whatever a group says whose peer died since the quorum
+            log.warning("a transfer of step %s on the side rail failed: %s", step, first_line(error))
+            self._side.drop()
+            return False, None
 
     def mailbox(self) -> Mailbox:
         """Messages over the side rail's connections, after a `begin_step`; gateways only, and instead of
         `begin_side`."""
         assert self._side is not None, "the fabric was connected without a side rail"
         side = self._side
+        side.group.refresh()
         return Mailbox(side.group, names=self.names, meter=self.meter, emulator=side.emulator)
 
     def fleet_sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -187,8 +187,11 @@ class FabricGroup(ProcessGroupGloo):
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         if self.side_group is not None:
-            self.side_group.connected = self._connect(dist.PrefixStore("side", store), rank, world_size)
+            self.side_group.offer(self._connect(dist.PrefixStore("side", store), rank, world_size))
         return self._connect(store, rank, world_size)
+
+    def refresh(self) -> None:
+        """The manager configures it; its connections are always the newest."""
 
     def _connect(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         group = dist.ProcessGroup(store, rank, world_size)
@@ -206,26 +209,35 @@ class FabricGroup(ProcessGroupGloo):
     def drop(self) -> None:
         """Let go of the connections without aborting, so that peers see them closed at once."""
         self._pg = None
-        if self.side_group is not None:
-            self.side_group.drop()
 
 
 class SideGroup:
-    """Connections between the same gateways as `main`'s, configured and dropped with them."""
+    """Connections between the same gateways as `main`'s, configured with them.
+
+    What is under way on them outlives a failed step: connections of a new configuration are taken by `refresh`, at the
+    beginning of the next transfer, and the old ones stay until then.
+    """
 
     def __init__(self, main: FabricGroup) -> None:
         self._main = main
+        self.generation = 0
         self.connected: dist.ProcessGroup | None = None
+        self._offered: dist.ProcessGroup | None = None
 
     @property
     def peers(self) -> Peers:
         """As the main group's."""
         return self._main.peers
 
-    @property
-    def generation(self) -> int:
-        """As the main group's."""
-        return self._main.generation
+    def offer(self, connected: dist.ProcessGroup) -> None:
+        """What `refresh` is to take."""
+        self._offered = connected
+
+    def refresh(self) -> None:
+        """Take the connections of the newest configuration, if these are not."""
+        if self._offered is not None:
+            self.connected, self._offered = self._offered, None
+            self.generation += 1
 
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
         """Start sending."""
@@ -242,7 +254,7 @@ class SideGroup:
 
     def drop(self) -> None:
         """Let go of these connections; the main group's stay."""
-        self.connected = None
+        self.connected = self._offered = None
 
 
 class Member:
@@ -335,6 +347,8 @@ class Member:
     def close(self) -> None:
         """Leave the fleet."""
         self.group.drop()
+        if self.group.side_group is not None:
+            self.group.side_group.drop()
         self._manager.shutdown(wait=False)
 
 

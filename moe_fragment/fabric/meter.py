@@ -52,8 +52,10 @@ class ByteMeter:
             traffic.received_framing += received_framing
             traffic.messages += sent_framing > 0
 
-    def drain(self) -> dict[tuple[int, str], Traffic]:
-        """The counters since the last drain, by (peer cluster index, channel)."""
+    def drain(self, without: str = "") -> dict[tuple[int, str], Traffic]:
+        """The counters since the last drain, by (peer cluster index, channel); one channel may stay where it is."""
         with self._lock:
-            counts, self._counts = dict(self._counts), defaultdict(Traffic)
+            counts = {key: traffic for key, traffic in self._counts.items() if key[1] != without}
+            for key in counts:
+                del self._counts[key]
         return counts

@@ -62,6 +62,9 @@ class RailGroup(Protocol):
     def generation(self) -> int:
         """Changes with every configuration."""
 
+    def refresh(self) -> None:
+        """Take the connections of the newest configuration, if these are not."""
+
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int) -> Any:
         """Start sending."""
 
@@ -108,6 +111,7 @@ class Rail:
     def begin_step(self, step: int) -> None:
         """Number the exchanges that follow as those of fleet step `step`; after a quorum, post receives anew."""
         self._step, self._sequence = step, 0
+        self.group.refresh()
         if self.group.generation != self._generation:
             self._generation = self.group.generation
             self._posted = {rank: deque() for rank in self._ranks()}

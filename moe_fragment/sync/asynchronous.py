@@ -108,6 +108,8 @@ class AsynchronousSync:
         self._pushed: _Pushed | None = None
         self._due: list[int] = []
         self._left = False
+        self.ended = False
+        """Whether the last merge of the run is done."""
         self._pushes = 0
         self._step_s, self._last_s = 0.0, time.monotonic()
 
@@ -142,6 +144,7 @@ class AsynchronousSync:
             fragment.version = 0
         if fabric.verdict(OK, []).outcome == FAILED:
             raise FleetError(f"the clusters could not begin together: {fabric.failure}")
+        fabric.commit(True)
         self._last_s = time.monotonic()
 
     def _served(self, index: int) -> torch.Tensor:
@@ -175,6 +178,7 @@ class AsynchronousSync:
         for index, fragment in enumerate(self._fragments):
             fragment.tokens += tokens
             fragment.steps += 1
+            self.ended = self.ended and last
             offset = (index + 1) * self._every // len(self._fragments)
             if (step - offset) % self._every == 0 and index not in self._due:
                 self._due.append(index)
@@ -274,7 +278,9 @@ class AsynchronousSync:
             elif self._mailbox is not None:
                 self._thread.submit(self._mailbox.send, HOST, torch.empty(0, dtype=torch.uint8))
             fabric.gather(f"end of step {step}", None)
-        return [self._finish_fragment(index, step) for index in range(len(self._fragments))]
+        reports = [self._finish_fragment(index, step) for index in range(len(self._fragments))]
+        self.ended = all(report.outcome != "failed" for report in reports)
+        return reports
 
     def _finish_fragment(self, index: int, step: int) -> SyncReport:
         fragment, fabric = self._fragments[index], self._fabric
@@ -293,6 +299,7 @@ class AsynchronousSync:
             return SyncReport(
                 step, index, "failed", reason=str(fabric.failure or "another cluster's transfer failed")
             )
+        fabric.commit(True)
         fragment.base, fragment.tokens, fragment.steps = weights, 0.0, 0
         if self._host is not None:
             self._host.syncer.weights[index] = weights
@@ -320,6 +327,7 @@ class AsynchronousSync:
         outstanding = self._pushed
         return {
             "pushes": self._pushes,
+            "ended": self.ended,
             "fragments": [
                 {"tokens": fragment.tokens, "steps": fragment.steps} for fragment in self._fragments
             ],
@@ -334,7 +342,7 @@ class AsynchronousSync:
             numbers: of it.
             served: whether the checkpoint holds a kind at all.
         """
-        self._pushes = numbers["pushes"]
+        self._pushes, self.ended = numbers["pushes"], numbers["ended"]
         for fragment, stored in zip(self._fragments, numbers["fragments"], strict=True):
             fragment.tokens, fragment.steps = stored["tokens"], stored["steps"]
             fragment.base = read_interval(fragment.vector, OUTER, read)

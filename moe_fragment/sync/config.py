@@ -175,6 +175,14 @@ class SyncConfig(Section):
             )
         if codec.lossless and self.error_feedback is not None:
             raise FieldError("error_feedback", "has no effect without a codec that loses something")
+        if self.guard is not None and codec.sparse:
+            raise FieldError("guard", "cannot tell how far copies are apart from sparse contributions")
+        if "divide_by" in self.model_fields_set and not codec.sparse:
+            raise FieldError("divide_by", "has no effect without a sparsifier in the codec")
+        if self.strategy == "butterfly" and self.is_gradient:
+            for field in ("weights", "guard", "check_every"):
+                if field in self.model_fields_set:
+                    raise FieldError(field, "has no effect with every: 1, which sums gradients")
         if self.only_mixes:
             for field in ("weights", "guard", "check_every"):
                 if field in self.model_fields_set:

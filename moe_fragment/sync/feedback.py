@@ -9,11 +9,14 @@ from moe_fragment.codecs import Codec, ErrorFeedback
 
 def loss_of(
     codec: Codec, payload: torch.Tensor, delta: torch.Tensor, feedback: ErrorFeedback | None
-) -> tuple[float, float]:
-    """Squared L2 norms of what `codec` lost, and of what it was given (with what it owed from before)."""
+) -> tuple[float, float, float]:
+    """Squared L2 norms of what `codec` lost, was given (with what it owed from before), and sent."""
     sent = codec.decode(payload, delta.numel())
     lost = delta - sent if feedback is None or feedback.pending is None else feedback.pending
-    return float(lost.double().square().sum()), float((lost + sent).double().square().sum())
+    lost_square, given_square, sent_square = (
+        float(part.double().square().sum()) for part in (lost, lost + sent, sent)
+    )
+    return lost_square, given_square, sent_square
 
 
 def settle(feedback: ErrorFeedback, merged: bool) -> None:

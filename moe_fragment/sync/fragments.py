@@ -35,10 +35,9 @@ def split(sizes: Mapping[str, int], count: int) -> list[dict[str, int]]:
             layers[int(number.group(1))].append(name)
         else:
             outside.append(name)
-    if len(layers) + len(outside) < count:
+    if units(sizes) < count:
         raise ValueError(
-            f"expected at most {len(layers) + len(outside)} fragments (layers, and parameters outside of them), "
-            f"got {count}"
+            f"expected at most {units(sizes)} fragments (layers, and parameters outside of them), got {count}"
         )
     fragments: list[dict[str, int]] = [{} for _ in range(count)]
     for position, layer in enumerate(sorted(layers)):
@@ -47,3 +46,9 @@ def split(sizes: Mapping[str, int], count: int) -> list[dict[str, int]]:
         smallest = min(range(count), key=lambda index: (sum(fragments[index].values()), index))
         fragments[smallest][name] = sizes[name]
     return fragments
+
+
+def units(sizes: Mapping[str, int]) -> int:
+    """What `split` can deal: layers, and parameters outside of layers."""
+    numbers = [_LAYER.search(name) for name in sizes]
+    return len({number.group(1) for number in numbers if number}) + numbers.count(None)

@@ -52,7 +52,7 @@ class GradientSync:
         if self._codec is not None and error_feedback is not None and self._fabric.is_gateway:
             self._feedback = ErrorFeedback(vector.size, error_feedback, torch.device("cpu"))
         self.codec_loss = (0.0, 0.0)
-        """Of the last step on this gateway: squared L2 of what the codec lost, and of what it was given."""
+        """Of the last step on this gateway: squared L2 norms of what the codec lost, and of what it was given."""
 
     def reduce(self, flats: Sequence[torch.Tensor], *, seed: int = 0) -> float:
         """Sum this rank's runs over the clusters, in place.
@@ -90,7 +90,7 @@ class GradientSync:
         except PoisonedError:
             payload = torch.empty(0, dtype=torch.uint8)  # the others learn it from its emptiness
         else:
-            self.codec_loss = loss_of(codec, payload, interval, self._feedback)
+            self.codec_loss = loss_of(codec, payload, interval, self._feedback)[:2]
         ok, payloads = fabric.collective(all_gather, payload, "trunk", self.among).wait()
         if not ok:
             return interval

@@ -69,12 +69,12 @@ class Guard:
     warn: float
     refuse: float
 
-    def judge(self, divergence: Divergence, every: int) -> Judgement:
-        """What to do about copies that are `divergence` apart after a round of `every` steps."""
+    def judge(self, divergence: Divergence, every: int, shortest: int = 1) -> Judgement:
+        """What to do about copies that are `divergence` apart after a round of `every` steps, `shortest` at least."""
         distance, cosine = divergence.distance, divergence.cosine
         if distance <= self.warn:
             return Judgement(every, False)
-        shorter = max(1, every // 2)
+        shorter = min(every, max(shortest, every // 2))
         said = f"trunk copies are {distance:.3g} of their norm apart (cosine of their updates {cosine:.2f})"
         rounds = f"rounds are {shorter} steps from now on"
         if distance > self.refuse:

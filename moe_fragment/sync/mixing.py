@@ -19,7 +19,9 @@ from moe_fragment.sync.vector import RailVector
 
 
 class MixingSync:
-    """Averages trunk copies pair by pair; every method is collective over the fleet.
+    """Averages trunk copies pair by pair. While one of them is not finite nobody mixes: it would spread.
+
+    Every method is collective over the fleet.
 
     Args:
         vector: the trunk.
@@ -60,6 +62,7 @@ class MixingSync:
         poisoned = [cluster for cluster, (healthy,) in enumerate(verdict.values_CV) if not healthy]
         if verdict.outcome == OK and poisoned:
             self.again = False
+            fabric.commit(True)
             return [SyncReport(step, 0, "empty", poisoned=poisoned)]
         if verdict.outcome == OK:
             if fabric.is_gateway:
@@ -71,6 +74,7 @@ class MixingSync:
             reason = str(fabric.failure or "another cluster's transfer failed")
             fabric.commit(False)  # the next quorum connects anew
             return [SyncReport(step, 0, "failed", reason=reason)]
+        fabric.commit(True)
         self._vector.distribute(mixed, masters)
         self._publish()
         return [SyncReport(step, 0, "merged")]

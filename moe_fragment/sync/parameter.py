@@ -9,11 +9,14 @@ A sync is two meetings of the fleet. At the first, tokens, health and squared no
 and everybody is known to be there; at the second, whether the transfer arrived everywhere, so that all merge or none.
 With overlap, `overlap` steps lie between them and the transfer has a rail of its own. A failed sync keeps the own
 trunk, leaves outer state and error feedback as they were, and is tried again after the next step. Which fragment is due
-follows from the fleet's shared step alone.
+follows from the fleet's shared step alone; one that is due while another is under way is owed, and comes next. Every
+meeting ends in torchft's vote: clusters that heard different verdicts are a step apart at the next quorum, and told so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moe_fragment.codecs import Codec, ErrorFeedback
+from moe_fragment.codecs import Codec, ErrorFeedback, PoisonedError
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, Transfer
 from moe_fragment.fabric.collectives import all_gather, all_reduce, butterfly
 from moe_fragment.sync.feedback import loss_of, settle
@@ -43,6 +46,8 @@ from moe_fragment.sync.state import (
 )
 from moe_fragment.sync.vector import RailVector
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -56,7 +61,7 @@ class Rounds:
         butterfly: exact means by recursive doubling.
         weights: `tokens` weighs clusters by the tokens they trained on since the last sync, `equal` does not.
         divide_by: what a sparse mean is over.
-        check_every: compare the global copies of all clusters at every n-th merge; 0 never.
+        check_every: compare the global copies of all clusters at every n-th merge of a fragment; 0 never.
     """
 
     every: int
@@ -78,30 +83,40 @@ class _Fragment:
         self.velocity: torch.Tensor | None = None
         self.feedback = ErrorFeedback(vector.size, decay, torch.device("cpu")) if decay is not None else None
         self.tokens = 0.0
-        self.failed_at = 0
-        """Step at which its last sync failed, so that it is due after the next one; 0 if it did not."""
+        self.owed_since = 0
+        """Step at which it was due and has not been captured since; 0 if it is not owed."""
+        self.not_before = 0
+        """Step at which a failed sync may be tried again."""
+        self.merges = 0
+        self.ended = False
+        """Whether it has had the last sync of the run."""
 
 
 @dataclass
 class _InFlight:
-    """A sync between its two meetings; the same on all ranks but for the transfer."""
+    """A sync between its two meetings; the same on all ranks of a cluster but for transfer and mean."""
 
     fragment: int
-    due: int
     captured: int
+    due: int
     tokens: float
     weights: dict[int, float]
     squares: list[float]
     outer_square: float
     poisoned: list[int]
     """Clusters whose contribution was refused."""
+    last: bool
+    """Whether it is the fragment's last sync: merged without mixing."""
+    partial: bool
+    """Whether its round was cut short by the end of the run: averaged, without an outer step."""
+    lost: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Squared norms over this cluster: what the codec lost, was given, and sent."""
     transfer: Transfer[Any] | None = None
     mean: torch.Tensor | None = None
-    lost: tuple[float, float] = (0.0, 0.0)
 
 
 class ParameterSync:
-    """Merges trunk copies; every method is collective over the fleet.
+    """Merges copies; every method is collective over the fleet.
 
     Args:
         vectors: the fragments; together they are the trunk, or the experts of one replica set. Empty on clusters
@@ -127,7 +142,7 @@ class ParameterSync:
         guard: Guard | None = None,
         among: tuple[int, ...] | None = None,
     ) -> None:
-        if rounds.overlap * len(vectors) >= rounds.every:
+        if rounds.overlap and rounds.overlap * len(vectors) >= rounds.every:
             raise ValueError(
                 f"expected an overlap below every / fragments = {rounds.every / len(vectors):g} steps, got "
                 f"{rounds.overlap}: one fragment is under way at a time"
@@ -141,12 +156,18 @@ class ParameterSync:
         self.among = among if among is not None else self._fabric.everybody
         self.every = rounds.every
         """H as it is now: a guard may have shortened it."""
+        self._shortened_at = 0
         decay = error_feedback if self._codec is not None else None
         self._fragments = [_Fragment(vector, masters(), decay) for vector in vectors]
-        self._merges = 0
         self._flying: _InFlight | None = None
+        self._moved = False
 
     # -- steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Whether every fragment has had its last sync."""
+        return all(fragment.ended for fragment in self._fragments)
 
     def after_step(self, step: int, tokens: float, *, last: bool = False) -> list[SyncReport]:
         """Do what is due after fleet step `step`, counted from 1.
@@ -154,29 +175,42 @@ class ParameterSync:
         Args:
             step: shared by all clusters.
             tokens: loss-bearing tokens this cluster trained on in this step; the same on all its ranks.
-            last: the run ends here: merge whatever has been trained on since its last sync, without mixing.
+            last: the run ends here: merge whatever has been trained on since its last sync, without mixing. Called
+                again, it does what has failed.
 
         Raises:
             FleetError: the clusters could not meet, or their global copies differ.
         """
-        for fragment in self._fragments:
+        for index, fragment in enumerate(self._fragments):
             fragment.tokens += tokens
+            fragment.ended = fragment.ended and last
+            offset = (index + 1) * self.every // len(self._fragments) - self._rounds.overlap
+            if (step - offset) % self.every == 0 and not fragment.owed_since:
+                fragment.owed_since = step
         reports = []
         if self._flying is not None and (step >= self._flying.due or last):
-            reports.append(self._finish(step, last))
-        for index in range(len(self._fragments)):
-            if self._flying is None and self._is_due(index, step, last):
-                reports += self._start(index, step, last)
+            reports.append(self._finish(step))
+        while self._flying is None and not last and (owed := self._next(step)) is not None:
+            reports += self._start(owed, step)
+        if last:
+            for index, fragment in enumerate(self._fragments):
+                if not fragment.ended:
+                    reports += self._start(index, step, last=True)
+        if self._moved:
+            self._publish()
+            self._moved = False
         return reports
 
-    def _is_due(self, index: int, step: int, last: bool) -> bool:
-        fragment = self._fragments[index]
-        if last:
-            return True
-        offset = (index + 1) * self.every // len(self._fragments) - self._rounds.overlap
-        return 0 < fragment.failed_at < step or (step - offset) % self.every == 0
+    def _next(self, step: int) -> int | None:
+        """The fragment that has been owed for longest."""
+        owed = [
+            (fragment.owed_since, index)
+            for index, fragment in enumerate(self._fragments)
+            if fragment.owed_since and fragment.not_before <= step
+        ]
+        return min(owed)[1] if owed else None
 
-    def _start(self, index: int, step: int, last: bool) -> list[SyncReport]:
+    def _start(self, index: int, step: int, *, last: bool = False) -> list[SyncReport]:
         """First meeting: capture the pseudo-gradient and send it off; finishes at once without overlap."""
         fragment, fabric = self._fragments[index], self._fabric
         fabric.begin_step(step)
@@ -190,46 +224,65 @@ class ParameterSync:
             OK, [fragment.tokens, float(healthy), square if healthy else 0.0, outer_square]
         )
         if verdict.outcome == FAILED:
-            return [self._failed(index, step, 0)]
+            return [self._failed(index, step)]
         rows = verdict.values_CV
+        by_tokens = self._rounds.weights == "tokens"
         weights = {
-            cluster: (rows[cluster][0] if self._rounds.weights == "tokens" else 1.0) * rows[cluster][1]
-            for cluster in self.among
+            cluster: (rows[cluster][0] if by_tokens else 1.0) * rows[cluster][1] for cluster in self.among
         }
+        poisoned = [cluster for cluster, row in enumerate(rows) if not row[1]]
+        partial = last and not fragment.owed_since
         if not any(weights.values()):
-            fragment.failed_at = 0
-            return [SyncReport(step, index, "empty", poisoned=_poisoned(rows))]
+            fragment.owed_since, fragment.ended = 0, last
+            fabric.commit(True)
+            return [SyncReport(step, index, "empty", poisoned=poisoned)]
         flying = _InFlight(
             index,
-            step + (0 if last else self._rounds.overlap),
-            step,
-            fragment.tokens,
-            weights,
-            [row[2] for row in rows],
-            rows[self.among[0]][3],
-            _poisoned(rows),
+            captured=step,
+            due=step + (0 if last else self._rounds.overlap),
+            tokens=fragment.tokens,
+            weights=weights,
+            squares=[row[2] for row in rows],
+            outer_square=rows[self.among[0]][3],
+            poisoned=poisoned,
+            last=last,
+            partial=partial,
         )
-        fragment.tokens = 0.0
+        fragment.tokens, fragment.owed_since = 0.0, 0
+        lost = [0.0, 0.0, 0.0]
         if fabric.is_gateway:
-            fabric.begin_side(step)
-            flying.transfer = self._send(fragment, delta, flying)
+            flying.transfer, lost = self._send(fragment, delta, flying)
+        flying.lost = tuple(fabric.cluster_sum(torch.tensor(lost, dtype=torch.float64)).tolist())
         self._flying = flying
-        return [self._finish(step, last)] if flying.due <= step else []
+        if flying.due <= step:
+            return [self._finish(step)]
+        fabric.commit(True)
+        return []
 
-    def _send(self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight) -> Transfer[Any]:
-        fabric, side = self._fabric, self._rounds.overlap > 0
+    def _send(
+        self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight
+    ) -> tuple[Transfer[Any], list[float]]:
+        fabric = self._fabric
+        side_step = flying.captured if flying.due > flying.captured else None
         weight = flying.weights.get(fabric.cluster, 0.0)
         if self._codec is None:
             share = weight / sum(flying.weights.values())
             flying.mean = delta * share if weight else torch.zeros_like(delta)
             act = butterfly if self._rounds.butterfly else all_reduce
-            return fabric.collective(act, flying.mean, "trunk", self.among, side=side)
-        payload = torch.empty(0, dtype=torch.uint8)
+            arguments: tuple[Any, ...] = (act, flying.mean, "trunk", self.among)
+            return fabric.collective(*arguments, side_step=side_step), [0.0, 0.0, 0.0]
+        payload, lost = torch.empty(0, dtype=torch.uint8), [0.0, 0.0, 0.0]
         if weight:
-            payload = self._encode(fragment, delta, flying)
-        return fabric.collective(all_gather, payload, "trunk", self.among, side=side)
+            with contextlib.suppress(
+                PoisonedError
+            ):  # the residual overflows: nothing decodes an empty payload
+                payload, lost = self._encode(fragment, delta, flying)
+        arguments = (all_gather, payload, "trunk", self.among)
+        return fabric.collective(*arguments, side_step=side_step), lost
 
-    def _encode(self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight) -> torch.Tensor:
+    def _encode(
+        self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight
+    ) -> tuple[torch.Tensor, list[float]]:
         codec, clusters = self._codec, self._fabric.clusters
         assert codec is not None
         seed = (flying.captured * len(self._fragments) + flying.fragment) * clusters + self._fabric.cluster
@@ -237,57 +290,77 @@ class ParameterSync:
             payload = codec.encode(delta, seed=seed)
         else:
             payload = fragment.feedback.encode(codec, delta, seed=seed)
-        flying.lost = loss_of(codec, payload, delta, fragment.feedback)
-        return payload
+        return payload, list(loss_of(codec, payload, delta, fragment.feedback))
 
-    def _finish(self, step: int, last: bool) -> SyncReport:
+    def _finish(self, step: int) -> SyncReport:
         """Second meeting: merge if the transfer arrived everywhere."""
         flying, fabric = self._flying, self._fabric
         assert flying is not None
-        self._flying = None
         fragment = self._fragments[flying.fragment]
         arrived = self._arrive(fragment, flying)
-        mean = flying.mean if arrived and flying.mean is not None else torch.zeros_like(fragment.outer)
-        outer, velocity = self._rounds.outer.step(fragment.outer, fragment.velocity, mean)
-        self._merges += 1
-        checked = bool(self._rounds.check_every) and self._merges % self._rounds.check_every == 0
-        digest = int(
-            fabric.cluster_sum(torch.tensor([checksum(outer, fragment.vector.low) if checked else 0]))
-        )
-        sums = fabric.cluster_sum(
-            torch.tensor([mean.double().square().sum(), *flying.lost], dtype=torch.float64)
-        )
-        if self._rounds.overlap:
+        if flying.due > flying.captured:
             fabric.begin_step(step)
-        verdict = fabric.verdict(
-            OK if arrived else FAILED, [*sums.tolist(), float(digest >> 32), float(digest & 0xFFFFFFFF)]
-        )
+        self._flying = None
+        mean = flying.mean if arrived and flying.mean is not None else torch.zeros_like(fragment.outer)
+        outer, velocity = fragment.outer - mean, fragment.velocity
+        if not flying.partial:
+            outer, velocity = self._rounds.outer.step(fragment.outer, fragment.velocity, mean)
+        check_every = self._rounds.check_every
+        checked = bool(check_every) and (fragment.merges + 1) % check_every == 0
+        digest = torch.tensor([checksum(outer, fragment.vector.low) if checked else 0])
+        square = torch.tensor([mean.double().square().sum()], dtype=torch.float64)
+        whole = int(fabric.cluster_sum(digest))
+        numbers = [*fabric.cluster_sum(square).tolist(), *flying.lost, whole >> 32, whole & 0xFFFFFFFF]
+        verdict = fabric.verdict(OK if arrived else FAILED, [float(number) for number in numbers])
         if verdict.outcome == FAILED:
-            return self._failed(flying.fragment, step, flying.tokens)
+            fragment.tokens += flying.tokens
+            if not flying.partial:
+                fragment.owed_since = flying.captured
+            return self._failed(flying.fragment, step)
+        fabric.commit(True)
         rows = verdict.values_CV
-        self._check_equal({cluster: rows[cluster][3:] for cluster in self.among}, step)
-        mean_square = rows[self.among[0]][0]
-        divergence = Divergence.of(flying.weights, flying.squares, mean_square, flying.outer_square)
+        self._check_equal({cluster: rows[cluster][4:] for cluster in self.among}, step)
+        return self._conclude(fragment, flying, rows, step, outer, velocity)
+
+    def _conclude(
+        self,
+        fragment: _Fragment,
+        flying: _InFlight,
+        rows: list[list[float]],
+        step: int,
+        outer: torch.Tensor,
+        velocity: torch.Tensor | None,
+    ) -> SyncReport:
+        """What the clusters have agreed on happens; unless the guard finds them too far apart."""
+        fragment.ended = flying.last
+        squares = flying.squares if self._codec is None else [row[3] for row in rows]
+        divergence = Divergence.of(flying.weights, squares, rows[self.among[0]][0], flying.outer_square)
+        lost, given = sum(row[1] for row in rows), sum(row[2] for row in rows)
         report = SyncReport(
             step,
             flying.fragment,
             "merged",
             distance=divergence.distance,
             cosine=divergence.cosine,
-            codec_error=math.sqrt(sum(row[1] for row in rows) / max(sum(row[2] for row in rows), 1e-300)),
+            codec_error=math.sqrt(lost / given) if given else None,
             poisoned=flying.poisoned,
         )
         if self._guard is not None:
-            judged = self._guard.judge(divergence, self.every)
-            self.every = judged.every
+            floor = self._rounds.overlap * len(self._fragments) + 1
+            judged = self._guard.judge(divergence, self.every, floor)
+            if judged.every < self.every and step - self._shortened_at >= self.every:
+                self.every, self._shortened_at = judged.every, step
             report = report.judged(judged)
             if judged.refuses:
+                fragment.tokens += flying.tokens
                 self._settle(fragment, False)
                 return report
-        fragment.outer, fragment.velocity, fragment.failed_at = outer, velocity, 0
+        fragment.outer, fragment.velocity = outer, velocity
+        fragment.merges += 1
         self._settle(fragment, True)
-        own = fabric.cluster not in flying.poisoned and not last
-        self._merge(fragment, self._rounds.mix if own else 0.0)
+        if self._fabric.cluster in self.among:
+            own = self._fabric.cluster not in flying.poisoned and not flying.last
+            self._merge(fragment, self._rounds.mix if own else 0.0)
         return report
 
     def _arrive(self, fragment: _Fragment, flying: _InFlight) -> bool:
@@ -299,12 +372,14 @@ class ParameterSync:
             arrived, payloads = flying.transfer.wait()
             flying.transfer = None
             if arrived and self._codec is not None and self._fabric.cluster in self.among:
-                contributing = {
-                    cluster: payloads[cluster] for cluster, weight in flying.weights.items() if weight
-                }
-                flying.mean = decoded_mean(
-                    self._codec, contributing, flying.weights, fragment.vector.size, self._rounds.divide_by
-                )
+                sent = {cluster: payloads[cluster] for cluster, weight in flying.weights.items() if weight}
+                try:
+                    flying.mean = decoded_mean(
+                        self._codec, sent, flying.weights, fragment.vector.size, self._rounds.divide_by
+                    )
+                except ValueError as error:
+                    log.warning("a contribution to the merge of step %s: %s", flying.captured, error)
+                    arrived = False
             if not arrived:
                 flying.mean = torch.full_like(fragment.outer, torch.nan)
         return flying.mean is None or bool(flying.mean.isfinite().all())
@@ -315,15 +390,14 @@ class ParameterSync:
         if mix:
             merged = torch.lerp(fragment.outer, fragment.vector.collect(masters), mix)
         fragment.vector.distribute(merged, masters)
-        self._publish()
+        self._moved = True
 
-    def _failed(self, index: int, step: int, tokens: float) -> SyncReport:
+    def _failed(self, index: int, step: int) -> SyncReport:
         fragment = self._fragments[index]
-        reason = str(self._fabric.failure or "another cluster's transfer failed")
+        reason = str(self._fabric.failure or "a transfer did not arrive everywhere")
         self._fabric.commit(False)  # the next quorum connects anew
         self._settle(fragment, False)
-        fragment.tokens += tokens
-        fragment.failed_at = step
+        fragment.not_before = step + 1
         return SyncReport(step, index, "failed", reason=reason)
 
     @staticmethod
@@ -358,21 +432,36 @@ class ParameterSync:
                 if fragment.feedback is not None and fragment.feedback.pending is not None:
                     yield from pieces_of(vector, LOST, fragment.feedback.pending)
 
+    def schedule(self) -> dict[str, Any]:
+        """What decides when clusters meet; the same on all of them, or they must not go on together."""
+        flying = self._flying
+        return {
+            "every": self.every,
+            "shortened_at": self._shortened_at,
+            "fragments": [
+                {
+                    "owed_since": fragment.owed_since,
+                    "not_before": fragment.not_before,
+                    "merges": fragment.merges,
+                    "ended": fragment.ended,
+                }
+                for fragment in self._fragments
+            ],
+            "in_flight": None if flying is None else [flying.fragment, flying.captured, flying.due],
+        }
+
     def numbers(self) -> dict[str, Any]:
         """The rest of the state, for JSON; the same on all ranks of a cluster."""
         flying = None
         if self._flying is not None:
-            skipped = ("transfer", "mean", "lost")
-            flying = {key: value for key, value in vars(self._flying).items() if key not in skipped}
+            flying = {
+                key: value for key, value in vars(self._flying).items() if key not in ("transfer", "mean")
+            }
         return {
-            "every": self.every,
-            "merges": self._merges,
-            "fragments": [
-                {
-                    "tokens": fragment.tokens,
-                    "failed_at": fragment.failed_at,
-                    "moved": fragment.velocity is not None,
-                }
+            **self.schedule(),
+            "configured": self._rounds.every,
+            "own": [
+                {"tokens": fragment.tokens, "moved": fragment.velocity is not None}
                 for fragment in self._fragments
             ],
             "in_flight": flying,
@@ -380,6 +469,8 @@ class ParameterSync:
 
     def restore(self, read: Reader, numbers: Mapping[str, Any]) -> None:
         """Inverse of `state` and `numbers`, from whatever layout wrote them. No collective.
+
+        Another `every` than the one the checkpoint was written under holds from here on.
 
         Raises:
             ValueError: it was written with another number of fragments.
@@ -389,16 +480,19 @@ class ParameterSync:
                 f"sync.fragments: the checkpoint has {len(numbers['fragments'])}, the recipe says "
                 f"{len(self._fragments)}"
             )
-        self.every, self._merges = numbers["every"], numbers["merges"]
+        if numbers["configured"] == self._rounds.every:
+            self.every, self._shortened_at = numbers["every"], numbers["shortened_at"]
         flying = numbers["in_flight"]
         if flying is not None:
             weights = {int(cluster): weight for cluster, weight in flying["weights"].items()}
-            self._flying = _InFlight(**{**flying, "weights": weights})
-        for index, (fragment, stored) in enumerate(zip(self._fragments, numbers["fragments"], strict=True)):
-            vector = fragment.vector
-            fragment.tokens, fragment.failed_at = stored["tokens"], stored["failed_at"]
+            self._flying = _InFlight(**{**flying, "weights": weights, "lost": tuple(flying["lost"])})
+        for index, fragment in enumerate(self._fragments):
+            vector, own = fragment.vector, numbers["own"][index]
+            for name, value in numbers["fragments"][index].items():
+                setattr(fragment, name, value)
+            fragment.tokens = own["tokens"]
             fragment.outer = read_interval(vector, OUTER, read)
-            fragment.velocity = read_interval(vector, VELOCITY, read) if stored["moved"] else None
+            fragment.velocity = read_interval(vector, VELOCITY, read) if own["moved"] else None
             if fragment.feedback is not None:
                 fragment.feedback.load(read_interval(vector, FEEDBACK, read))
             if self._flying is not None and self._flying.fragment == index:
@@ -418,7 +512,3 @@ class ParameterSync:
 def _wrap(value: int) -> int:
     """Into the range of int64, as its sums wrap."""
     return (value + 2**63) % 2**64 - 2**63
-
-
-def _poisoned(rows: list[list[float]]) -> list[int]:
-    return [cluster for cluster, row in enumerate(rows) if not row[1]]

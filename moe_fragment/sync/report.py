@@ -18,7 +18,9 @@ class SyncReport:
         outcome: `merged`; `failed` and tried again; `refused` by the guard; `empty`, as nobody had anything to merge.
         distance: between trunk copies before the merge, see `Divergence`.
         cosine: mean cosine between clusters' pseudo-gradients.
-        codec_error: relative L2 error of what was sent against what was to be sent, over all clusters.
+        codec_error: relative L2 error of what was sent against what was to be sent, over all clusters; None without a
+            codec.
+        experts: whether it is of replicated experts, not of the trunk.
         poisoned: clusters whose contribution was not finite and was refused.
         reason: a sentence for people; empty if there is nothing to say.
     """
@@ -28,7 +30,8 @@ class SyncReport:
     outcome: Literal["merged", "failed", "refused", "empty"]
     distance: float = 0.0
     cosine: float = 0.0
-    codec_error: float = 0.0
+    codec_error: float | None = None
+    experts: bool = False
     poisoned: list[int] = field(default_factory=list)
     reason: str = ""
 

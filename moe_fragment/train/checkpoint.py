@@ -86,6 +86,14 @@ def saved_steps(run: Path) -> list[int]:
     )
 
 
+def is_merged(run: Path, step: int) -> bool:
+    """Whether nothing is left to merge at the end of the run in a checkpoint; not if its manifest cannot be read."""
+    try:
+        return bool(json.loads((checkpoint_path(run, step) / MANIFEST).read_text())["sync"]["ended"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def save(
     run: Path,
     manifest: Manifest,

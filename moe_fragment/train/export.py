@@ -124,12 +124,20 @@ def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor
         CheckpointError: copies that must be equal differ between clusters, or an expert is nowhere.
     """
     first_name, first = next(iter(checkpoints.items()))
+    if first.manifest.sync["ended"] and any(
+        own["tokens"] for sync in first.manifest.sync["rounds"] for own in sync["own"]
+    ):
+        raise CheckpointError(
+            f"{first.path}: the clusters' trunks were too far apart to be merged (sync.guard.refuse) and are no one "
+            f"model; raise that bound and train.steps, and go on"
+        )
     served = {
         name: checkpoint
         for checkpoint in checkpoints.values()
         for name in checkpoint.manifest.sizes
         if checkpoint.holds(SERVED, name)
     }
+    mixed = bool(first.manifest.sync["again"])
     copies: dict[str, list[torch.Tensor]] = {}
     for cluster, checkpoint in checkpoints.items():
         for name, size in checkpoint.manifest.sizes.items():
@@ -138,7 +146,7 @@ def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor
             kind = next((kind for kind in (SERVED, OUTER) if checkpoint.holds(kind, name)), WEIGHT)
             values = checkpoint.read(kind, name, 0, size).view(checkpoint.manifest.shapes[name])
             held = copies.setdefault(name, [])
-            if held and not checkpoint.manifest.sync["again"] and not torch.equal(held[0], values):
+            if held and not mixed and not torch.equal(held[0], values):
                 raise CheckpointError(f"clusters {first_name} and {cluster} hold different copies of {name}")
             held.append(values)
     state: dict[str, torch.Tensor] = {}
@@ -147,7 +155,7 @@ def whole_state(checkpoints: Mapping[str, Checkpoint]) -> dict[str, torch.Tensor
         parameter, marker, expert = name.partition("#")
         if marker:
             experts.setdefault(parameter, {})[int(expert)] = held[0]
-        elif first.manifest.sync["again"]:
+        elif mixed:
             state[name] = torch.stack(held).mean(0)
         else:
             state[name] = held[0]

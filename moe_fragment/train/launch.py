@@ -27,7 +27,7 @@ from moe_fragment.fabric import Coordinator
 from moe_fragment.observe import RunLog
 from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
-from moe_fragment.train.checkpoint import saved_steps
+from moe_fragment.train.checkpoint import is_merged, saved_steps
 from moe_fragment.train.lock import make_directory
 from moe_fragment.train.model import check_model
 from moe_fragment.train.peers import LAUNCH_PID
@@ -138,6 +138,8 @@ def is_complete(recipe: Recipe) -> bool:
     for name in recipe.fleet().names:
         written = run / name / "recipe.yaml"
         if recipe.train.steps not in saved_steps(run / name) or not written.is_file():
+            return False
+        if not is_merged(run / name, recipe.train.steps):
             return False
         if written.read_text(encoding="utf-8") != recipe.dump():
             return False

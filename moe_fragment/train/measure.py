@@ -92,7 +92,7 @@ def measure(
         "rows_without_dedup": remote_pairs,
         "framing_bytes": framing_sum,
         **({"codec_error": math.sqrt(lost / given)} if given else {}),
-        **_of_merges([sync for sync in syncs if sync.outcome in ("merged", "refused")]),
+        **_of_merges([sync for sync in syncs if sync.outcome in ("merged", "refused") and not sync.experts]),
     }
     counted = wan_sum.view(wan.shape).long().tolist()
     wan_bytes: WanBytes = {
@@ -112,11 +112,12 @@ def measure(
 
 
 def _of_merges(syncs: Sequence[SyncReport]) -> dict[str, float]:
-    """Means over the merges of a step; nothing if there was none."""
+    """Means over the trunk's merges of a step; nothing if there was none."""
     if not syncs:
         return {}
+    errors = [sync.codec_error for sync in syncs if sync.codec_error is not None]
     return {
         "trunk_distance": sum(sync.distance for sync in syncs) / len(syncs),
         "trunk_cosine": sum(sync.cosine for sync in syncs) / len(syncs),
-        "codec_error": sum(sync.codec_error for sync in syncs) / len(syncs),
+        **({"codec_error": sum(errors) / len(errors)} if errors else {}),
     }

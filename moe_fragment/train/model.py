@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
 from moe_fragment.models.fragment import expert_layers
+from moe_fragment.models.router import routers
 from moe_fragment.placement import Placement
 from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
@@ -117,7 +118,17 @@ def check_model(recipe: Recipe, topology: Topology) -> None:
             model = AutoModelForCausalLM.from_config(configuration)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from None
-    place_model(model, recipe, topology)
+    placement = place_model(model, recipe, topology)
+    own_routers = routers(model)
+    if recipe.experts.exchange == "local" and own_routers:
+        top_k = own_routers[0].top_k
+        for layer, counts in placement.counts().items():
+            if min(counts) < top_k:
+                name = topology.names[counts.index(min(counts))]
+                raise ConfigError(
+                    f"placement: cluster {name} holds {min(counts)} experts of layer {layer}, but each token chooses "
+                    f"{top_k} of its own cluster's (experts.exchange: local)"
+                )
 
 
 def _cannot_load(pretrained: str, error: Exception) -> ConfigError:

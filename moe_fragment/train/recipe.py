@@ -216,6 +216,16 @@ class Recipe(Section):
                 f"{where}: sync.strategy: {self.sync.strategy} lets clusters be at different steps, between which "
                 f"no token can travel; set experts.exchange: local"
             )
+        try:
+            batches = self.batches(topology)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if self.experts.exchange == "local" and not self.sync.is_gradient and 0 in batches:
+            name = topology.names[batches.index(0)]
+            raise ConfigError(
+                f"{where}: train.shares: cluster {name} has no sequence of a batch, and where tokens stay "
+                f"(experts.exchange: local) and clusters train apart nothing to do"
+            )
         if (
             self.experts.exchange == "local"
             and not self.sync.is_gradient
@@ -225,10 +235,6 @@ class Recipe(Section):
                 f"{where}: model.config.router_bias: follows the whole fleet's load in every step, which clusters that "
                 f"train apart (experts.exchange: local, sync.strategy: {self.sync.strategy}) do not know"
             )
-        try:
-            self.batches(topology)
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
 
     @property
     def run_directory(self) -> Path:

@@ -143,20 +143,20 @@ class ClusterRun:
             self.fabric.everyone(self._take_up, step)
         except (ConfigError, FleetError) as caught:
             error = caught
-        trunk = self.stepper.sync.digest()
-        if trunk is None:
-            equal = step is None or self.recipe.sync.is_gradient
-            trunk = trunk_checksum(self.stepper.shards, self.fabric) if equal else 0
-        heard = self.fabric.gather("begin", [str(error) if error else None, trunk])
+        agreement = self.stepper.sync.agreement()
+        if step is None or self.recipe.sync.is_gradient:
+            agreement["trunk"] = trunk_checksum(self.stepper.shards, self.fabric)
+        heard = self.fabric.gather("begin", [str(error) if error else None, agreement])
         if error is not None:
             raise error
-        for name, (trouble, their_trunk) in zip(self.topology.names, heard, strict=True):
+        for name, (trouble, theirs) in zip(self.topology.names, heard, strict=True):
             if trouble is not None:
                 raise FleetError(f"cluster {name} cannot begin: {trouble}")
-            if their_trunk != heard[0][1]:
+            differ = [what for what, value in theirs.items() if value != heard[0][1][what]]
+            if differ:
                 raise FleetError(
-                    f"clusters {self.topology.names[0]} and {name} begin with different weights; "
-                    f"compare model.pretrained, or the run directories they resume from"
+                    f"clusters {self.topology.names[0]} and {name} begin with different weights (in their "
+                    f"{differ[0]}); compare model.pretrained, or the run directories they resume from"
                 )
         self._common_step = step
         if self._data_note:
@@ -244,6 +244,10 @@ class ClusterRun:
                 train.steps, self.step_number, self.recipe.name, emulated=self.fabric.emulated
             )
         try:
+            if self.step_number == train.steps and not self.stepper.sync.ended:
+                self._last_sync(0.0)
+                self._evaluate()
+                self.save()
             while self.step_number < train.steps:
                 self._one_step()
                 last = self.step_number == train.steps
@@ -286,32 +290,45 @@ class ClusterRun:
         self._check_skipped(report)
 
     def _sync(self, report: StepReport) -> tuple[StepReport, list[SyncReport]]:
-        """What the strategy does after this step, its time booked on the step; what it has to say goes into the
-        events."""
+        """What the strategy does after this step, its time booked on the step."""
         started = time.monotonic()
         self.fabric.clock.reset()
-        step, last = self.step_number, self.step_number == self.recipe.train.steps
-        syncs = batch = self.stepper.sync.after_step(
-            step, report.own_tokens * (report.outcome == OK), last=last
-        )
-        for retry in range(self.recipe.fabric.max_retries + 1):
-            if not last or all(sync.outcome != "failed" for sync in batch):
-                break
-            if retry == self.recipe.fabric.max_retries:
-                raise FleetError(
-                    f"the last merge failed {retry + 1} times (fabric.max_retries): {batch[-1].reason}"
-                )
-            batch = self.stepper.sync.after_step(step, 0, last=True)
+        if self.step_number == self.recipe.train.steps:
+            syncs = self._last_sync(report.own_tokens * (report.outcome == OK))
+        else:
+            syncs = self.stepper.sync.after_step(self.step_number, report.own_tokens * (report.outcome == OK))
+            self._tell(syncs)
+        return report.plus(time.monotonic() - started, self.fabric.clock.reset()), syncs
+
+    def _last_sync(self, tokens: float) -> list[SyncReport]:
+        """Merge everything, and try again what fails.
+
+        Raises:
+            FleetError: it keeps failing.
+        """
+        syncs: list[SyncReport] = []
+        for _ in range(self.recipe.fabric.max_retries + 1):
+            batch = self.stepper.sync.after_step(self.step_number, tokens, last=True)
+            self._tell(batch)
             syncs += batch
+            failed = [sync.reason for sync in batch if sync.outcome == "failed"]
+            if not failed:
+                return syncs
+            tokens = 0.0
+        raise FleetError(
+            f"the last merge failed {self.recipe.fabric.max_retries + 1} times (fabric.max_retries): {failed[0]}"
+        )
+
+    def _tell(self, syncs: list[SyncReport]) -> None:
+        """Into the events, if there is anything to say."""
         for sync in syncs:
             if sync.poisoned:
                 names = " and ".join(self.topology.names[cluster] for cluster in sync.poisoned)
                 self._event(
-                    SYNC_POISONED, f"the trunk of cluster {names} is not finite and was left out of a merge"
+                    SYNC_POISONED, f"what cluster {names} had to merge is not finite and was left out"
                 )
             if sync.reason:
                 self._event(f"sync_{sync.outcome}", sync.reason)
-        return report.plus(time.monotonic() - started, self.fabric.clock.reset()), syncs
 
     def _check_skipped(self, report: StepReport) -> None:
         if report.outcome == OK:
@@ -352,7 +369,9 @@ class ClusterRun:
         )
         self._route_as_trained()
         # Drained here, so that an evaluation's bytes are not booked on the next step.
-        sent = sum(traffic.sent + traffic.sent_framing for traffic in self.fabric.meter.drain().values())
+        # What a fragment under way sends meanwhile belongs to the trunk.
+        drained = self.fabric.meter.drain(without="trunk").values()
+        sent = sum(traffic.sent + traffic.sent_framing for traffic in drained)
         sent = int(self.fabric.cluster_sum(torch.tensor([sent])))
         if self.writer is not None:
             self.writer.evaluation(self.step_number, loss, tokens)

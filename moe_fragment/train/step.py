@@ -11,10 +11,10 @@ The order, the same on every rank of every cluster:
 
 Nothing between 1 and 5 raises because of another cluster, so DeepSpeed's engine is always at a boundary afterwards.
 
-Under a gradient strategy the fleet has one objective, the mean over all its tokens, and clips by the norm of the whole
-model. Under a parameter strategy each cluster's trunk follows the mean over its own tokens, an expert the mean over all
-tokens that may come to it, and each cluster clips by the norm of what it holds. If tokens stay where they are as well
-(`exchange: local`), steps are nobody else's business: there is no meeting and no verdict.
+Under a gradient strategy the fleet has one objective, the mean over all its tokens, and clips by the norm of the
+whole model. Under a parameter strategy each cluster's trunk, and experts that all clusters hold, follow the mean over
+its own tokens, other experts the mean over all tokens, and each cluster clips by the norm of what it holds. If tokens
+stay where they are as well (`exchange: local`), steps are nobody else's business: there is no meeting and no verdict.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moe_fragment.models.fragment import Fragmented
 from moe_fragment.models.router import reset_router_load, router_load, routers, update_router_bias
 from moe_fragment.sync import Crew, SyncConfig
 from moe_fragment.train.loss import Batch, micro_batch_losses
-from moe_fragment.train.syncing import FleetSync, counted_here
-from moe_fragment.train.zero import Shard, ZeroShards, is_expert
+from moe_fragment.train.syncing import FleetSync, copies_everywhere, counted_here
+from moe_fragment.train.zero import Shard, ZeroShards
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,14 @@ class Stepper:
         self.sync = FleetSync(sync or SyncConfig(), self.shards, fabric, fragmented, crew)
         self._exchange_tokens = exchange_tokens
         self._meets = exchange_tokens or self.sync.trunk_is_global
-        counted = counted_here(self.shards, fragmented)
-        self._experts = [shard for shard in self.shards.shards if is_expert(shard.name)]
-        self._normed = [shard for shard in self._experts if shard.name in counted]
-        self._trunk = [shard for shard in self.shards.shards if not is_expert(shard.name)]
+        everywhere, counted = (
+            copies_everywhere(self.shards, fragmented),
+            counted_here(self.shards, fragmented),
+        )
+        self._normed = [shard for shard in self.shards.shards if shard.name in counted]
+        visited = set(self.shards.sizes(experts=True)) - everywhere
+        self._visited = [shard for shard in self.shards.shards if shard.name in visited]
+        self._own = [shard for shard in self.shards.shards if shard.name not in visited]
         self._device = torch.device(engine.device)
         self._model = engine.module
         self._routers_learn = any(r.e_score_correction_bias is not None for r in routers(self._model))
@@ -235,12 +239,12 @@ class Stepper:
             router.tokens_per_expert.copy_(load_E)
 
     def _sync_and_measure(self, flats: list[torch.Tensor], number: int) -> tuple[float, float]:
-        """Squared norms: of the whole trunk (summed over the fleet, under a gradient strategy), and of this rank's
-        expert elements.
+        """Squared norms: of the whole trunk after its sum over the fleet, and of this rank's expert elements. Under a
+        parameter strategy: of what only this cluster's tokens train, and of this rank's elements of the rest.
         """
         if not self.sync.trunk_is_global:
-            own = torch.tensor([_square(flats, self._trunk)], dtype=torch.float64)
-            return float(self.fabric.cluster_sum(own)), _square(flats, self._experts)
+            own = torch.tensor([_square(flats, self._own)], dtype=torch.float64)
+            return float(self.fabric.cluster_sum(own)), _square(flats, self._visited)
         intervals = torch.zeros(self._rails, dtype=torch.float64)
         square = self.sync.reduce(flats, step=number)
         if self.fabric.is_gateway:
@@ -263,7 +267,7 @@ class Stepper:
             for flat in flats:
                 flat.mul_(trunk)
             return
-        for shards, factor in ((self._trunk, trunk), (self._experts, experts)):
+        for shards, factor in ((self._own, trunk), (self._visited, experts)):
             for shard in shards:
                 flats[shard.flat][shard.position : shard.position + shard.size].mul_(factor)
 

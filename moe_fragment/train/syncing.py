@@ -8,6 +8,7 @@ not concern it, because the clusters meet for each.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from moe_fragment.sync import (
     SyncConfig,
     SyncReport,
 )
-from moe_fragment.sync.fragments import split
+from moe_fragment.sync.fragments import split, units
 from moe_fragment.sync.state import Piece, Reader
 from moe_fragment.train.zero import ZeroShards
 
@@ -42,9 +43,10 @@ Among = tuple[int, ...]
 class Domain:
     """Parameters that the same clusters hold copies of: canonical names, and elements by name."""
 
-    def __init__(self, among: Among, sizes: dict[str, int]) -> None:
+    def __init__(self, among: Among, sizes: dict[str, int], *, experts: bool) -> None:
         self.among = among
         self.sizes = sizes
+        self.experts = experts
 
 
 class FleetSync:
@@ -68,9 +70,10 @@ class FleetSync:
         self._shards = shards
         self._fabric = fabric
         self._crew = crew
-        trunk = Domain(fabric.everybody, shards.sizes(experts=False))
+        trunk = Domain(fabric.everybody, shards.sizes(experts=False), experts=False)
         replicas = [
-            Domain(among, _shared_experts(shards, fragmented, among)) for among in fragmented.replica_sets()
+            Domain(among, _shared_experts(shards, fragmented, among), experts=True)
+            for among in fragmented.replica_sets()
         ]
         domains = [trunk, *replicas]
         self.gradients: list[GradientSync] = []
@@ -117,7 +120,7 @@ class FleetSync:
     def _parameter(self, domain: Domain, layers: int) -> ParameterSync:
         config = self.config
         try:
-            fragments = self._split(domain.sizes, layers)
+            fragments = self._split(domain, layers)
             rounds = Rounds(
                 every=config.every,
                 outer=self._outer(),
@@ -145,12 +148,14 @@ class FleetSync:
         outer = self.config.outer
         return OuterSGD(outer.learning_rate, outer.momentum, outer.nesterov)
 
-    def _split(self, sizes: dict[str, int], layers: int) -> list[dict[str, int]]:
-        """Fragments; as many on clusters that hold nothing of it."""
+    def _split(self, domain: Domain, layers: int) -> list[dict[str, int]]:
+        """Fragments; as many on clusters that hold nothing of it. Of experts in few layers, some are empty."""
         config = self.config
         in_parts = config.strategy in ("streaming_diloco", "decoupled")
         wanted = config.fragments or (min(layers, _MOST_FRAGMENTS) if in_parts else 1)
-        return split(sizes, wanted) if sizes else [{} for _ in range(wanted)]
+        filled = min(wanted, units(domain.sizes)) if domain.experts else wanted
+        parts = split(domain.sizes, filled) if filled else []
+        return [*parts, *({} for _ in range(wanted - filled))]
 
     def _asynchronous(self, domains: Sequence[Domain], layers: int) -> AsynchronousSync:
         config, everybody = self.config, self._fabric.everybody
@@ -172,7 +177,7 @@ class FleetSync:
             staleness=config.staleness if server else None,
         )
         try:
-            fragments = self._split(sizes, layers)
+            fragments = self._split(Domain(everybody, sizes, experts=False), layers)
         except ValueError as error:
             raise ConfigError(f"sync: {error}") from None
         return AsynchronousSync(
@@ -219,8 +224,10 @@ class FleetSync:
     def after_step(self, step: int, tokens: float, *, last: bool = False) -> list[SyncReport]:
         """What is due after fleet step `step`, counted from 1; see `ParameterSync.after_step`."""
         reports = []
-        for sync in self.rounds:
-            reports += sync.after_step(step, tokens, last=last)
+        for index, sync in enumerate(self.rounds):
+            reports += [
+                replace(report, experts=index > 0) for report in sync.after_step(step, tokens, last=last)
+            ]
         for mixing in self.mixings:
             reports += mixing.after_step(step)
         if self.asynchronous is not None:
@@ -249,6 +256,7 @@ class FleetSync:
             "rounds": [sync.numbers() for sync in self.rounds],
             "again": [mixing.again for mixing in self.mixings],
             "pushed": self.asynchronous.numbers() if self.asynchronous is not None else None,
+            "ended": self.ended,
         }
 
     def restore(self, read: Reader, numbers: Mapping[str, Any], kinds: Collection[str]) -> None:
@@ -274,9 +282,20 @@ class FleetSync:
         if self.asynchronous is not None:
             self.asynchronous.restore(read, numbers["pushed"], served=kinds.__contains__)
 
-    def digest(self) -> int | None:
-        """Checksum of the trunk's global copy, if there is one; collective over the cluster."""
-        return self.rounds[0].digest() if self.rounds else None
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to merge at the end of a run. No collective."""
+        if self.asynchronous is not None:
+            return self.asynchronous.ended
+        return all(sync.ended for sync in self.rounds)
+
+    def agreement(self) -> dict[str, Any]:
+        """What must be the same on all clusters before they go on together; collective over the cluster."""
+        return {
+            "global copy": self.rounds[0].digest() if self.rounds else None,
+            "schedule of merges": [sync.schedule() for sync in self.rounds],
+            "failed mixing": [mixing.again for mixing in self.mixings],
+        }
 
 
 def _shared_experts(shards: ZeroShards, fragmented: Fragmented, among: Among) -> dict[str, int]:
@@ -286,6 +305,16 @@ def _shared_experts(shards: ZeroShards, fragmented: Fragmented, among: Among) ->
         parameter, _, expert = name.partition("#")
         if fragmented.holders(parameter, int(expert)) == among:
             found[name] = size
+    return found
+
+
+def copies_everywhere(shards: ZeroShards, fragmented: Fragmented) -> set[str]:
+    """Canonical experts that all clusters hold, so that no token travels to one."""
+    found = set()
+    for name in shards.sizes(experts=True):
+        parameter, _, expert = name.partition("#")
+        if len(fragmented.holders(parameter, int(expert))) == len(fragmented.placement.clusters):
+            found.add(name)
     return found
 
 

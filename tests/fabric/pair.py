@@ -47,6 +47,8 @@ class Network:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
+        self.committed = [0] * size
+        """Meetings that each cluster has committed, as torchft counts steps."""
         self._lock = threading.Lock()
         self._generations: dict[int, Wires] = {}
 
@@ -74,10 +76,18 @@ class QueueGroup:
         self.intercept: Callable[[torch.Tensor], torch.Tensor | None] = _unchanged
         self._network = network
         self._wires: Wires | None = None
+        self.stale = False
+        """Whether there are newer connections than these."""
         self.connect()
+
+    def refresh(self) -> None:
+        """Take the queues of the newest configuration, if these are not."""
+        if self.stale:
+            self.connect()
 
     def connect(self) -> None:
         """Fresh queues, without what was under way."""
+        self.stale = False
         self.generation += 1
         self._wires = self._network.wires(self.generation)
         self.intercept = _unchanged
@@ -107,25 +117,31 @@ class QueueGroup:
 class _Member:
     """A membership that never changes; after a failure the next quorum connects anew."""
 
-    def __init__(self, groups: list[QueueGroup], barrier: threading.Barrier) -> None:
+    def __init__(self, groups: list[QueueGroup], network: Network) -> None:
         self._groups = groups
-        self._barrier = barrier
+        self._network = network
         self._failed = False
 
     def quorum(self) -> None:
         """Wait for everybody."""
         try:
-            self._barrier.wait(QUORUM_S)
+            self._network.barrier.wait(QUORUM_S)
+            apart = len(set(self._network.committed)) > 1
+            self._network.barrier.wait(QUORUM_S)  # nobody commits before all have looked
         except threading.BrokenBarrierError:
             raise FleetError("the clusters did not meet") from None
+        if apart:
+            raise FleetError("the clusters are a step apart")
         if self._failed:
-            for group in self._groups:
-                group.connect()
+            main, side = self._groups
+            main.connect()
+            side.stale = True
         self._failed = False
 
     def commit(self, ok: bool) -> bool:
         """Nobody objects."""
         self._failed = not ok
+        self._network.committed[self._groups[0].peers.rank] += ok
         return ok
 
     def close(self) -> None:
@@ -162,7 +178,7 @@ def fabrics(
             )
             for group in groups
         )
-        fabric.attach(rail, _Member(groups, networks[0].barrier), (emulator,), side)  # type: ignore[arg-type]
+        fabric.attach(rail, _Member(groups, networks[0]), (emulator,), side)  # type: ignore[arg-type]
         found.append(fabric)
     return found
 

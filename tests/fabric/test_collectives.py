@@ -113,9 +113,8 @@ def test_side_rail_outlasts_steps_and_fails_by_itself() -> None:
 
     def run(fabric: Fabric) -> Any:
         fabric.begin_step(0)
-        fabric.begin_side(0)
         vector = torch.ones(10) * (fabric.cluster + 1)
-        transfer = fabric.collective(all_reduce, vector, "trunk", fabric.everybody, side=True)
+        transfer = fabric.collective(all_reduce, vector, "trunk", fabric.everybody, side_step=0)
         for step in (1, 2):
             fabric.begin_step(step)
             fabric.collective(all_reduce, torch.ones(3), "trunk", fabric.everybody).wait()
@@ -126,7 +125,7 @@ def test_side_rail_outlasts_steps_and_fails_by_itself() -> None:
             assert fabric._side is not None
             fabric._side.drop()
         fabric.begin_step(3)
-        transfer = fabric.collective(all_reduce, vector, "trunk", fabric.everybody, side=True)
+        transfer = fabric.collective(all_reduce, vector, "trunk", fabric.everybody, side_step=3)
         ok, _ = transfer.wait()
         barrier.wait()  # a quorum, which waits longer than a message may take
         return ok, fabric.verdict(2, []).outcome

@@ -66,7 +66,7 @@ def train_apart(scenario: Scenario) -> tuple[History, list[Pieces]]:
             sum(losses) / sum(tokens) if scenario.exchange == "tokens" else losses[0] / tokens[0]
         )
         if (step + 1) % sync["every"] == 0 or step + 1 == scenario.steps:
-            _merge(named, outer, sgd, trained)
+            _merge(named, outer, sgd if (step + 1) % sync["every"] == 0 else None, trained)
             trained = [0] * len(models)
     return history, [{name: p.detach().reshape(-1) for name, p in names.items()} for names in named]
 
@@ -106,14 +106,18 @@ def _scale_and_clip(
 def _merge(
     named: list[dict[str, torch.nn.Parameter]],
     outer: dict[str, torch.nn.Parameter],
-    sgd: torch.optim.SGD,
+    sgd: torch.optim.SGD | None,
     trained: list[int],
 ) -> None:
+    """An outer step; of a round that the end of the run cuts short, an average."""
     for name, weights in outer.items():
         weights.grad = torch.zeros_like(weights)
         for names, tokens in zip(named, trained, strict=True):
             weights.grad += (weights - names[name]) * (tokens / sum(trained))
-    sgd.step()
+        if sgd is None:
+            weights -= weights.grad
+    if sgd is not None:
+        sgd.step()
     for name, weights in outer.items():
         for names in named:
             names[name].copy_(weights)

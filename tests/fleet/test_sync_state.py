@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from moe_fragment.observe import RunLog
+from moe_fragment.train.checkpoint import CheckpointError, is_merged
 from moe_fragment.train.export import open_checkpoints, whole_state
 from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.training import Scenario, train_on_links
-from tests.train.runs import losses_of, recipe_for, refused, state_of, sync_state, train, train_to
+from tests.train.runs import (
+    losses_of,
+    recipe_for,
+    refused,
+    state_of,
+    sync_state,
+    train,
+    train_to,
+    train_unmerged,
+)
 
 STEPS = 9
 STREAMING: dict[str, Any] = {
@@ -155,6 +166,39 @@ def test_another_strategy_is_refused(fleets: Fleets, tmp_path: Path) -> None:
     ):
         answers = fleets(2, 1).run(refused, {**recipe, "sync": sync})
         assert all(sentence in answer for ranks in answers for answer in ranks), answers
+
+
+@pytest.mark.timeout(240)
+def test_copies_that_were_refused_are_not_exported(fleets: Fleets, tmp_path: Path) -> None:
+    """Too far apart at the end: the run says so, keeps each cluster's own, and goes on under another bound and H."""
+    far: dict[str, Any] = {"strategy": "teleport", "every": 4, "guard": {"warn": 1e-9, "refuse": 1e-8}}
+    recipe = recipe_for(tmp_path, name="apart", sections={"sync": far}, steps=4, checkpoint_every=2)
+    fleets(2, 1).run(train, recipe)
+    events = RunLog(tmp_path / "apart").events
+    assert "sync_refused" in set(events["kind"])
+    with pytest.raises(CheckpointError, match="too far apart to be merged"):
+        whole_state(open_checkpoints(tmp_path / "apart"))
+    near = {**recipe, "sync": {"strategy": "teleport", "every": 3}, "train": {**recipe["train"], "steps": 6}}
+    fleets(2, 1).run(train, near)
+    state = state_of(tmp_path, near, 6)
+    merged = whole_state(open_checkpoints(tmp_path / "apart"))["model.norm.weight"]
+    assert torch.equal(merged, state["ada weight model.norm.weight"])
+    assert torch.equal(merged, state["bob weight model.norm.weight"])
+
+
+@pytest.mark.timeout(240)
+def test_a_last_merge_that_failed_is_made_up_for(fleets: Fleets, tmp_path: Path) -> None:
+    """The last checkpoint is there, but the run is not complete: the next life merges, evaluates and saves it again."""
+    sync = {"strategy": "local_sgd", "every": 3}
+    recipe = recipe_for(tmp_path, name="unmerged", sections={"sync": sync}, steps=5, checkpoint_every=1)
+    assert all(
+        "the last merge failed 4 times" in said for said in fleets(2, 1).run(train_unmerged, recipe)[0]
+    )
+    assert not is_merged(tmp_path / "unmerged" / "ada", 5)
+    fleets(2, 1).run(train, recipe)
+    assert is_merged(tmp_path / "unmerged" / "ada", 5)
+    state = state_of(tmp_path, recipe, 5)
+    assert torch.equal(state["ada weight model.norm.weight"], state["bob weight model.norm.weight"])
 
 
 LINKS: list[dict[str, str]] = [

@@ -80,6 +80,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "sync.check_every: has no effect with rounds: one",
     ),
     ({"evry": 3}, "sync.evry: unknown field"),
+    ({"preset": "sparseloco", "guard": {}}, "sync.guard: cannot tell how far copies are apart"),
+    ({"codec": "int8", "divide_by": "contributors"}, "sync.divide_by: has no effect without a sparsifier"),
+    ({"strategy": "butterfly", "guard": {}}, "sync.guard: has no effect with every: 1"),
     ({"strategy": "decoupled", "mix": 0.5}, "sync.mix: has no effect with strategy decoupled"),
     (
         {"strategy": "parameter_server", "quorum": 2},

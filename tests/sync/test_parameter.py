@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_fragment.codecs import parse_codec
-from moe_fragment.fabric import Fabric
+from moe_fragment.fabric import Fabric, FleetError
 from moe_fragment.fabric.wire import Frame, kind_name
 from moe_fragment.sync import Guard, OuterSGD, ParameterSync, Rounds
 from tests.fabric.pair import fabrics, group_of, together
+from tests.fleet.harness import topology_of
 from tests.sync.copies import AVERAGE, SIZES, Copy, synced
 
 TRAJECTORIES: dict[tuple[int, float], tuple[list[float], list[float]]] = {
@@ -191,7 +193,7 @@ def test_failed_sync_keeps_the_own_trunk_and_is_tried_again(overlap: int) -> Non
                     for kind in ("outer_weight", "error_feedback"):
                         assert torch.equal(after[kind], before[kind])
                         assert after[kind].abs().sum() > 0
-                    assert sync.numbers()["fragments"][0]["tokens"] == 40.0 + 10.0 * overlap
+                    assert sync.numbers()["own"][0]["tokens"] == 40.0 + 10.0 * overlap
         return found, copy.flat
 
     expected = [(4, "merged"), (8, "failed"), (9 + overlap, "merged")]
@@ -392,3 +394,177 @@ def test_overlap_must_fit_between_fragments() -> None:
             synced(fabric, Copy(SIZES), Rounds(every=6, outer=AVERAGE, overlap=3), fragments=2)
 
     together(fabrics(1), run)
+
+
+def test_the_end_merges_what_is_left_once() -> None:
+    """A fragment under way is merged as ever, and what was trained since is averaged: no outer step is taken twice."""
+
+    def run(fabric: Fabric) -> Any:
+        found = []
+        for outer in (AVERAGE, OuterSGD(0.7, 0.9)):
+            copy = Copy(SIZES, 0.0)
+            sync = synced(fabric, copy, Rounds(every=4, outer=outer, overlap=1, mix=0.5))
+            for step in range(1, 9):
+                copy.flat += 100.0 if step == 8 else 1.0
+                sync.after_step(step, 10, last=step == 8)
+            assert sync.ended
+            found.append(copy.flat.unique().tolist())
+        return found
+
+    # Captured after 3 and 7 steps; merged, with half of the own weights, one step later.
+    for outer, found in zip((AVERAGE, OuterSGD(0.7, 0.9)), together(fabrics(2), run)[0], strict=True):
+        own, weights, velocity = torch.zeros(1), torch.zeros(1), None
+        for step in (1.0, 100.0):
+            captured = own + 3.0
+            own = captured + step
+            weights, velocity = outer.step(weights, velocity, weights - captured)
+            own = torch.lerp(weights, own, 0.5)
+        assert found == pytest.approx(own.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["tokens", "equal"])
+def test_last_merge_is_tried_again_for_what_failed_only(weights: str) -> None:
+    def run(fabric: Fabric) -> Any:
+        found = []
+        for fails in (False, True):
+            copy = Copy(SIZES, 0.0)
+            rounds = Rounds(every=6, outer=OuterSGD(0.7, 0.9), weights=weights)
+            sync = synced(fabric, copy, rounds, fragments=2)
+            outcomes = []
+            for step in range(1, 9):
+                copy.flat += 1.0 + fabric.cluster
+                if fails and step == 8 and fabric.cluster:
+                    group_of(fabric).intercept = Swallow(after=2)
+                outcomes += [report.outcome for report in sync.after_step(step, 10, last=step == 8)]
+            if fails:
+                assert outcomes == ["merged", "merged", "merged", "failed"]
+                assert not sync.ended
+                outcomes = [report.outcome for report in sync.after_step(8, 0, last=True)]
+                assert outcomes == ["merged"]
+            assert sync.ended
+            found.append(copy.flat.clone())
+        return found
+
+    for smooth, rough in together(fabrics(2, timeout_s=1.0), run):
+        assert torch.equal(smooth, rough)
+
+
+class Swallow:
+    """A link that loses what belongs to the trunk after so many messages of it have come through."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def __call__(self, message: torch.Tensor) -> torch.Tensor | None:
+        if kind_name(Frame.decode(message).kind) != "trunk":
+            return message
+        self._left -= 1
+        return message if self._left >= 0 else None
+
+
+def test_a_verdict_that_one_side_missed_is_noticed() -> None:
+    """Merged here, failed there: the next meeting says so instead of merging what is a round apart."""
+
+    def lose_second_verdict(fabric: Fabric) -> Any:
+        seen = 0
+
+        def intercept(message: torch.Tensor) -> torch.Tensor | None:
+            nonlocal seen
+            seen += kind_name(Frame.decode(message).kind) == "verdict"
+            return None if seen == 2 else message
+
+        group_of(fabric).intercept = intercept
+
+    def run(fabric: Fabric) -> Any:
+        copy = Copy(SIZES, 0.0)
+        sync = synced(fabric, copy, Rounds(every=2, outer=AVERAGE))
+        seen: list[str] = []
+        try:
+            for step in range(1, 9):
+                copy.flat += 1.0
+                if step == 2 and fabric.cluster:
+                    lose_second_verdict(fabric)
+                seen += [report.outcome for report in sync.after_step(step, 10)]
+        except FleetError as error:
+            seen.append(str(error))
+        return seen
+
+    first, second = together(fabrics(2, timeout_s=1.0), run)
+    assert first == ["failed", "the clusters are a step apart"]
+    assert second == ["merged", "the clusters are a step apart"]
+
+
+def test_shortened_rounds_starve_no_fragment() -> None:
+    """The guard leaves room for all fragments, and who is owed for longest comes first."""
+
+    def run(fabric: Fabric) -> Any:
+        copy = Copy(SIZES, 1.0)
+        rounds = Rounds(every=16, outer=AVERAGE, overlap=3)
+        sync = synced(fabric, copy, rounds, fragments=2, guard=Guard(warn=1e-6, refuse=1e6))
+        merged = []
+        for step in range(1, 61):
+            copy.flat += 1.0 if fabric.cluster else -1.0
+            merged += [(report.step, report.fragment) for report in sync.after_step(step, 10)]
+        return sync.every, merged
+
+    for every, merged in together(fabrics(2), run):
+        assert every == 7
+        late = [fragment for step, fragment in merged if step > 40]
+        assert late.count(0) >= 2
+        assert late.count(1) >= 2
+
+
+def test_distance_of_identical_copies_is_nothing_whatever_the_codec() -> None:
+    def run(fabric: Fabric) -> Any:
+        copy = Copy(SIZES, torch.linspace(1, 2, 32))
+        sync = synced(fabric, copy, Rounds(every=1, outer=AVERAGE), codec="int4", error_feedback=1.0)
+        found = []
+        for step in range(1, 5):
+            copy.flat += torch.linspace(0, 1, 32).square() * step
+            found += sync.after_step(step, 10)
+        return [(report.distance, report.cosine, report.codec_error) for report in found]
+
+    for reports in together(fabrics(2), run):
+        for distance, cosine, error in reports:
+            assert distance == pytest.approx(0.0, abs=1e-3)
+            assert cosine == pytest.approx(1.0, abs=1e-3)
+            assert 0.0 < error < 0.5
+
+
+def test_trunk_and_experts_share_the_side_rail(tmp_path: Path) -> None:
+    """Two syncs that are due together, over a link on which a transfer takes longer than a meeting: both merge."""
+    topology = topology_of((1, 1), bandwidth="4 Mbit/s", rtt="2 ms")
+
+    def run(fabric: Fabric) -> Any:
+        found = []
+        sizes = {"w": 20000}
+        copies = [Copy(sizes, 0.0), Copy(sizes, 0.0)]
+        rounds = Rounds(every=2, outer=AVERAGE, overlap=1)
+        syncs = [synced(fabric, copy, rounds) for copy in copies]
+        for step in range(1, 6):
+            for copy, sync in zip(copies, syncs, strict=True):
+                copy.flat += 1.0
+                found += [report.outcome for report in sync.after_step(step, 10)]
+        return found
+
+    results = together(fabrics(2, topology=topology, key=tmp_path.name), run)
+    assert results == [["merged"] * 4] * 2
+
+
+def test_every_fragment_is_checked() -> None:
+    """Each at its own tenth merge, not at the fleet's."""
+
+    def run(fabric: Fabric) -> Any:
+        copy = Copy(SIZES, 0.0)
+        sync = synced(fabric, copy, Rounds(every=2, outer=AVERAGE, check_every=3), fragments=2)
+        if fabric.cluster:
+            sync._fragments[0].outer += 1.0
+        try:
+            for step in range(1, 9):
+                sync.after_step(step, 10)
+        except FleetError as error:
+            return str(error)
+        return "never noticed"
+
+    for said in together(fabrics(2), run):
+        assert said.startswith("after step 5 clusters ada and bob hold different global copies")

@@ -238,6 +238,26 @@ def train_poisoned(rank: Rank, recipe: dict[str, Any], poisoned: tuple[int, ...]
     return "it ran"
 
 
+def train_unmerged(rank: Rank, recipe: dict[str, Any]) -> str:
+    """Case: every transfer of the last merge fails on the last cluster; returns how the run ended."""
+    try:
+        with run_on(rank, recipe) as run:
+            send = rank.fabric.collective
+
+            def fail_at_the_end(*arguments: Any, **options: Any) -> Any:
+                transfer = send(*arguments, **options)
+                if run.step_number == recipe["train"]["steps"] and rank.place.cluster:
+                    result = transfer.wait()[1]
+                    return SimpleNamespace(wait=lambda: (False, result))
+                return transfer
+
+            with mock.patch.object(rank.fabric, "collective", fail_at_the_end):
+                run.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it ran"
+
+
 def sync_state(rank: Rank, recipe: dict[str, Any]) -> dict[tuple[str, str], torch.Tensor]:
     """Case: what the sync of a run that has just begun holds on this rank, by kind and parameter."""
     with run_on(rank, recipe) as run:
