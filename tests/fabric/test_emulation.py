@@ -39,8 +39,8 @@ def emulators() -> Iterator[Emulators]:
     made: list[LinkEmulator] = []
     key = uuid4().hex
 
-    def make(fleet: Topology, cluster: int = 0) -> LinkEmulator:
-        made.append(LinkEmulator(fleet, cluster, key=key))
+    def make(fleet: Topology, cluster: int = 0, *, side: bool = False) -> LinkEmulator:
+        made.append(LinkEmulator(fleet, cluster, key=key, side=side))
         return made[-1]
 
     yield make
@@ -55,6 +55,16 @@ def test_a_message_takes_its_bytes_and_the_delay(emulators: Emulators) -> None:
     link = emulators(topology(SLOW))
     began = time.monotonic()
     assert link.reserve(1, 100_000) - began == pytest.approx(0.1 + 0.05, abs=SLACK_S)
+
+
+def test_tokens_share_the_link_with_a_long_transfer(emulators: Emulators) -> None:
+    """They do not queue behind what the side rail sends; while that lasts, each gets half of the rate."""
+    fleet = topology(SLOW)
+    main, side = emulators(fleet), emulators(fleet, side=True)
+    began = time.monotonic()
+    assert side.reserve(1, 10_000_000) - began == pytest.approx(10.0 + 0.05, abs=SLACK_S)
+    assert main.reserve(1, 100_000) - began == pytest.approx(0.2 + 0.05, abs=SLACK_S)
+    assert side.reserve(1, 100_000) - began == pytest.approx(10.1 + 0.05, abs=SLACK_S)
 
 
 def test_concurrent_senders_share_the_rate(emulators: Emulators) -> None:
