@@ -63,6 +63,38 @@ def launch(
 
 
 @app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="Sweep file (YAML).")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+    table_only: Annotated[
+        bool, typer.Option("--table-only", help="Run nothing; rebuild the table from complete runs.")
+    ] = False,
+) -> None:
+    """Run many variants of a recipe one after another, and tabulate loss, bytes and seconds.
+
+    Complete runs are skipped, interrupted ones go on. Writes OUT/NAME/table.csv, curves.csv and merges.csv.
+    """
+    from moe_fragment.sweep import Sweep, SweepError, build_table, print_table, run_sweep
+    from moe_fragment.sweep.show import as_json as to_json
+
+    loaded = Sweep.load(file, overrides or [])
+    failed = [] if table_only else run_sweep(loaded, quiet=quiet)
+    table = build_table(loaded)
+    table.write(loaded.directory)
+    if as_json:
+        _print(to_json(loaded, table))
+    else:
+        print_table(loaded, table)
+    if failed:
+        names = ", ".join(job.label for job in failed)
+        raise SweepError(
+            f"{len(failed)} of {len(loaded.jobs)} runs failed: {names}; the table has the reasons"
+        )
+
+
+@app.command()
 def coordinator(
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters the fleet has.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,

@@ -85,7 +85,7 @@ def by_ratio(data: Data, figure: Figure) -> None:
     ):
         if run in local.index:
             _name(axes, run, local.loc[run, "compression"], local.loc[run, "loss"])
-    axes.set_xscale("log")
+    _logarithmic(axes)
     axes.set_xlabel("times fewer trunk bytes than a plain fp32 all-reduce of every step")
     axes.set_ylabel(LOSS)
     axes.legend(fontsize=8, loc="upper left")
@@ -96,7 +96,7 @@ def by_round(data: Data, figure: Figure) -> None:
     loss, apart = figure.subplots(1, 2)
     _reference(loss, data)
     plain = data.runs[data.runs["sync.codec"].isna() & (data.runs["placement.policy"] == "replicated")]
-    plain = plain[~plain.index.str.contains("lr|-0")]
+    plain = plain[~plain.index.str.contains("-lr|-m0|-0")]
     for name in ("local_sgd", "diloco", "streaming_diloco", "teleport"):
         label, colour, marker = STRATEGIES[name]
         chosen = plain[plain["sync.strategy"] == name].sort_values("sync.every")
@@ -107,7 +107,9 @@ def by_round(data: Data, figure: Figure) -> None:
             apart.plot(chosen["sync.every"], largest, color=colour, marker=marker, label=label)
     for bound, said in ((0.1, "guard.warn"), (0.5, "guard.refuse")):
         apart.axhline(bound, color=GREY, linestyle=":", linewidth=1)
-        apart.annotate(said, (4, bound), xytext=(0, 3), textcoords="offset points", fontsize=8, color=GREY)
+        apart.annotate(
+            said, (300, bound), xytext=(0, 3), textcoords="offset points", fontsize=8, color=GREY, ha="right"
+        )
     for axes in (loss, apart):
         axes.set_xscale("log", base=2)
         axes.set_xticks([4, 16, 64, 150, 300], ["4", "16", "64", "150", "300"])
@@ -119,54 +121,77 @@ def by_round(data: Data, figure: Figure) -> None:
 
 
 CODECS = {
-    "diloco-16": "none",
     "int8": "int8",
     "int4": "int4",
-    "int4-ef": "int4",
     "fp4": "fp4",
-    "int2-ef0": "int2",
-    "int2-ef": "int2",
-    "sigma2-ef": "sigma 2 bits",
-    "sign-ef0": "sign",
-    "sign-ef": "sign",
+    "int2": "int2",
+    "sigma2": "sigma, 2 bits",
+    "sign": "sign",
     "top25": "top 25 %",
-    "top25-ef": "top 25 %",
     "top6": "top 6.2 %",
-    "top6-ef": "top 6.2 %",
     "top1.6": "top 1.6 %",
-    "top1.6-ef": "top 1.6 %",
 }
 
 
 def codecs(data: Data, figure: Figure) -> None:
-    """DiLoCo with H = 16: what each codec loses in a merge, and what that costs in loss."""
-    error, loss = figure.subplots(1, 2, sharey=True)
-    runs = data.runs.loc[[name for name in CODECS if name in data.runs.index]]
-    names = list(dict.fromkeys(CODECS[name] for name in runs.index))
-    base = runs.loc["diloco-16"]
-    loss.axvspan(base["low"], base["high"], color=GREY, alpha=0.25, label="no codec: range of 3 seeds")
-    for feedback, colour, marker, said in (
-        (False, BLUE, "o", "without error feedback"),
-        (True, RED, "D", "with error feedback (.95)"),
-    ):
-        chosen = runs[[name.endswith("-ef") == feedback for name in runs.index]]
-        rows = [names.index(CODECS[name]) for name in chosen.index]
-        error.scatter(chosen["codec_error"], rows, color=colour, marker=marker, label=said, zorder=3)
-        spread = [chosen["loss"] - chosen["low"], chosen["high"] - chosen["loss"]]
-        loss.errorbar(
-            chosen["loss"], rows, xerr=spread, color=colour, marker=marker, linestyle="", label=said
+    """H = 16: what each codec loses in a merge, and what that costs in loss under two strategies."""
+    error, *losses = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1.2, 1.2))
+    base = data.runs.loc["local_sgd-16"]
+    names = []
+    for codec, said in CODECS.items():
+        own = data.runs[data.runs.index.isin([f"local-{codec}{end}" for end in ENDS])].iloc[0]
+        names.append(f"{said}  ({base['trunk_bytes'] / own['trunk_bytes']:.0f}x)")
+    for axes, start, title in zip(losses, ("local-", ""), ("local SGD, H 16", "DiLoCo, H 16"), strict=True):
+        plain = data.runs.loc["local_sgd-16" if start else "diloco-16"]
+        axes.axvspan(
+            plain["low"], plain["high"], color=GREY, alpha=0.25, linewidth=0, label="no codec, 3 seeds"
         )
-    # Against diloco-16 itself, so that only the codec counts.
-    for row, name in enumerate(names):
-        own = runs[[CODECS[run] == name for run in runs.index]].iloc[0]
-        names[row] = f"{name}  ({base['trunk_bytes'] / own['trunk_bytes']:.0f}x)"
+        axes.axvline(
+            first_seed(data, "local_sgd-16" if start else "diloco-16"), color=GREY, label="no codec, seed 0"
+        )
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(LOSS)
+        for feedback, (colour, marker, said) in FEEDBACK.items():
+            for row, codec in enumerate(CODECS):
+                for run in (f"{start}{codec}{end}" for end, has in ENDS.items() if has == feedback):
+                    if run in data.runs.index:
+                        seeds = data.table.loc[data.table["run"] == run, "eval_loss"]
+                        axes.scatter(
+                            seeds,
+                            [row + 0.12 - 0.24 * (not feedback)] * len(seeds),
+                            color=colour,
+                            marker=marker,
+                            s=22,
+                        )
+                        if start:
+                            sent = data.runs.loc[run, "codec_error"]
+                            error.scatter(
+                                [sent],
+                                [row + 0.12 - 0.24 * (not feedback)],
+                                color=colour,
+                                marker=marker,
+                                s=22,
+                            )
+            error.scatter([], [], color=colour, marker=marker, label=said)
+    for axes in (error, *losses):
+        axes.grid(axis="y", alpha=0.3)
     error.set_yticks(range(len(names)), names)
     error.invert_yaxis()
-    error.set_xlabel("relative error of what is sent, mean over merges")
-    loss.set_xlabel(LOSS)
-    loss.legend(fontsize=8, loc="lower right")
-    for axes in (error, loss):
-        axes.grid(axis="y", alpha=0.3)
+    error.set_xlabel("relative error of what is sent")
+    handles, labels = error.get_legend_handles_labels()
+    error.legend(handles[:2], labels[:2], fontsize=8)
+    losses[0].legend(fontsize=8)
+
+
+ENDS = {"": False, "-ef0": False, "-ef": True}
+"""Of a run's name, to whether it has error feedback."""
+FEEDBACK = {False: (BLUE, "o", "without error feedback"), True: (RED, "D", "with (decay .95)")}
+
+
+def first_seed(data: Data, run: str) -> float:
+    """Loss of a run's seed 0, which runs with one seed compare with: same weights, same samples."""
+    rows = data.table[(data.table["run"] == run) & (data.table["seed"] == 0)]
+    return float(rows["eval_loss"].iloc[0])
 
 
 CURVES = {
@@ -174,7 +199,7 @@ CURVES = {
     "allreduce-int8": ("all-reduce int8", GREY, "-"),
     "local_sgd-16": ("local SGD, H 16", BLUE, "-"),
     "diloco-16": ("DiLoCo, H 16", ORANGE, "-"),
-    "int4": ("DiLoCo, H 16, int4", ORANGE, "--"),
+    "local-int4": ("local SGD, H 16, int4", BLUE, "--"),
     "streaming-16": ("streaming DiLoCo, H 16", GREEN, "-"),
     "sparseloco": ("SparseLoCo preset, H 30", RED, "-"),
 }
@@ -194,9 +219,9 @@ def curves(data: Data, figure: Figure) -> None:
                 marker=".",
                 label=label,
             )
-    sent.set_xscale("log")
+    _logarithmic(sent)
     sent.set_xlabel("MB sent over the WAN so far (both clusters)")
-    seconds.set_xscale("log")
+    _logarithmic(seconds)
     seconds.set_xlabel("seconds of training so far (emulated link, two cores)")
     sent.set_ylabel(LOSS)
     seconds.legend(fontsize=8)
@@ -233,6 +258,11 @@ def teleport(data: Data, figure: Figure) -> None:
     axes.set_ylabel("distance of the copies before the merge")
     axes.set_title("filled: merged; crossed: refused", fontsize=9)
     axes.legend(fontsize=8)
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def _reference(axes: Axes, data: Data) -> None:

@@ -1,0 +1,255 @@
+"""Time to the same loss: trunk strategies against a synchronous all-reduce, on links scaled to a large model's.
+
+What is slow between clusters is a ratio: the seconds an exchange takes over the seconds a step computes. A model with
+12 billion parameters whose clusters all-reduce bf16 gradients sends 24 GB each way (a ring over two clusters; over four
+it would be 36 GB): 96 s at 2 Gbit/s, 38 s at 5 Gbit/s. A step over 2**20 tokens is 6 x 12e9 x 2**20 = 7.5e16 FLOP,
+3.0 s on 64 H100 at 40 % of their 989 TFLOP/s (dense bf16). So an exchange takes as long as 32 or 13 steps compute. This
+program measures a small model's step on this machine, and gives the emulated link between two clusters the bandwidth
+at which the same all-reduce of that model takes 32 or 13 of its steps; latencies (80 ms and 20 ms round trip) shrink
+with the step.
+
+Every cluster holds all experts and tokens stay at home, so that a step sends nothing but what the strategy sends. The
+reference sends every parameter's gradient in bf16 after backward; overlapping the two could save it one step's
+computing in 13 or 32. The strategies get more steps, each a cosine schedule over its own; the target is the
+reference's last evaluation loss. Published for comparison: more than 20 times faster at the same loss, 12 billion
+parameters in four regions on 2 to 5 Gbit/s (Decoupled DiLoCo).
+
+Not here: accelerators, a real WAN, more than two clusters, and whether a large model needs as many more steps as this
+one does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import fleet
+from benchmarks.fleet import say
+from moe_fragment.observe import RunLog
+from moe_fragment.sweep import Sweep, SweepError, build_table, run_sweep
+from moe_fragment.sweep.table import plain_bytes_per_step, reached
+
+ROOT = Path(__file__).parents[1]
+PARAMETERS = 12e9
+STEP_TOKENS = 2**20
+FLOP_PER_S = 64 * 989e12 * 0.4
+LARGE_STEP_S = 6 * PARAMETERS * STEP_TOKENS / FLOP_PER_S
+LARGE_BYTES = 2 * PARAMETERS
+"""Each way, of a ring over two clusters in bf16."""
+REFERENCE = "allreduce bf16"
+OUTER = {"learning_rate": 0.7, "momentum": 0.5}
+"""Less momentum than published: with a few dozen merges .9 costs much loss (docs/compression.md)."""
+STRATEGIES: dict[str, dict[str, Any]] = {
+    REFERENCE: {"codec": "bf16"},
+    "local_sgd, bf16": {"strategy": "local_sgd", "every": 32, "codec": "bf16"},
+    "local_sgd, int4": {"strategy": "local_sgd", "every": 32, "codec": "int4"},
+    "diloco, int4": {"strategy": "diloco", "every": 32, "outer": OUTER, "codec": "int4"},
+    "streaming, int4": {
+        "strategy": "streaming_diloco",
+        "every": 32,
+        "outer": OUTER,
+        "overlap": 5,
+        "codec": "int4",
+    },
+    "decoupled, int4": {"strategy": "decoupled", "every": 32, "outer": OUTER, "overlap": 5, "codec": "int4"},
+    "sparseloco": {"preset": "sparseloco"},
+}
+"""H is 32, and 30 for sparseloco."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wan:
+    """A link of the large model's, one way in Gbit/s, round trip in milliseconds."""
+
+    gbps: float
+    rtt_ms: float
+
+    @property
+    def steps_per_exchange(self) -> float:
+        """Seconds of an all-reduce over seconds of a step."""
+        return LARGE_BYTES * 8 / (self.gbps * 1e9) / LARGE_STEP_S
+
+    def scaled(self, step_s: float, exchange_bytes: float) -> dict[str, Any]:
+        """The topology in which a small model's exchange takes as many of its steps.
+
+        Args:
+            step_s: seconds that a step of the small model computes.
+            exchange_bytes: what its all-reduce sends each way.
+        """
+        bits_per_s = 8 * exchange_bytes / (self.steps_per_exchange * step_s)
+        return {
+            "clusters": [{"name": name, "processes": 1} for name in ("alpha", "beta")],
+            "links": [
+                {
+                    "between": ["alpha", "beta"],
+                    "bandwidth": f"{bits_per_s / 1e6:.4f} Mbit/s",
+                    "rtt": f"{self.rtt_ms * step_s / LARGE_STEP_S:.4f} ms",
+                }
+            ],
+        }
+
+
+WANS = (Wan(gbps=2, rtt_ms=80), Wan(gbps=5, rtt_ms=20))
+
+
+def sweep_of(
+    home: Path, name: str, runs: dict[str, dict[str, Any]], topology: dict[str, Any] | None
+) -> Sweep:
+    """A sweep over the model of recipes/sweeps/compression.yaml.
+
+    Args:
+        home: where its file and its runs go.
+        name: of the sweep.
+        runs: label to changes.
+        topology: links to emulate; None for links as fast as the machine.
+    """
+    shipped = yaml.safe_load((ROOT / "recipes" / "sweeps" / "compression.yaml").read_text())
+    changes = {**shipped["set"], "fabric.emulate": topology is not None}
+    if topology is not None:
+        changes["topology"] = topology
+    data = {
+        "name": name,
+        "out": str(home),
+        "recipe": str(ROOT / "recipes" / "demo.yaml"),
+        "set": changes,
+        "runs": [{"name": f"run-{at}", "set": runs[label]} for at, label in enumerate(runs)],
+    }
+    path = home / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return Sweep.load(path)
+
+
+def run(sweep: Sweep) -> None:
+    """Run it.
+
+    Raises:
+        SweepError: its first run, which the others are compared with, failed.
+    """
+    if sweep.jobs[0] in run_sweep(sweep):
+        raise SweepError(f"run {sweep.jobs[0].label} failed")
+
+
+def calibrate(home: Path) -> tuple[float, float]:
+    """Seconds that a step of the small model computes (median, nothing sent), and what its bf16 all-reduce sends."""
+    alone = {
+        "alone": {
+            "train.steps": 100,
+            "sync": {"strategy": "teleport", "every": 1000, "guard": {"warn": 9, "refuse": 9}},
+        }
+    }
+    sweep = sweep_of(home, "calibration", alone, None)
+    run(sweep)
+    (job,) = sweep.jobs
+    steps = RunLog(job.recipe.run_directory).steps
+    step_s = float(steps[steps["step"].between(10, 99)].groupby("step")["step_s"].max().median())
+    return step_s, plain_bytes_per_step(job) / 2 / 2  # of one cluster; half of fp32
+
+
+def measure(
+    home: Path, wan: Wan, step_s: float, exchange_bytes: float, steps: int, longer: float
+) -> list[dict[str, Any]]:
+    """A row per strategy over one link.
+
+    Args:
+        home: for the runs.
+        wan: the large model's link.
+        step_s, exchange_bytes: of the small model, see `calibrate`.
+        steps: of the reference.
+        longer: how many times as many the others get.
+    """
+    runs = {
+        label: {
+            "sync": sync,
+            "train.steps": steps if label == REFERENCE else round(steps * longer),
+            "train.eval_every": 20,
+        }
+        for label, sync in STRATEGIES.items()
+    }
+    sweep = sweep_of(home, f"wan-{wan.gbps:g}", runs, wan.scaled(step_s, exchange_bytes))
+    run(sweep)
+    table = build_table(sweep)
+    curves = {
+        label: table.curves[table.curves["run"] == job.name].reset_index(drop=True)
+        for label, job in zip(STRATEGIES, sweep.jobs, strict=True)
+    }
+    rows = []
+    target = float(curves[REFERENCE]["eval_loss"].iloc[-1])
+    reference = float(curves[REFERENCE]["seconds"].iloc[-1])
+    for label, curve in curves.items():
+        if not len(curve):
+            say(f"strategies: {label} failed and is left out")
+            continue
+        last = curve.iloc[-1]
+        to_target = reached(curve, target)
+        rows.append(
+            {
+                "gbps": wan.gbps,
+                "rtt_ms": wan.rtt_ms,
+                "strategy": label,
+                "steps": int(last["step"]),
+                "final_loss": float(last["eval_loss"]),
+                "target_loss": target,
+                "seconds_per_step": float(last["seconds"] / last["step"]),
+                "computing_s": step_s,
+                "bytes_per_step": float(last["wan_bytes"] / last["step"]),
+                "step_ratio": reference / steps / float(last["seconds"] / last["step"]),
+                **to_target,
+                "ratio": reference / to_target["seconds_to_target"],
+            }
+        )
+    return rows
+
+
+COLUMNS = {
+    "link of the 12 B model": "{gbps:g} Gbit/s, {rtt_ms:g} ms",
+    "strategy": "{strategy}",
+    "ms a step": "{ms:.0f}",
+    "kB a step": "{kb:,.1f}",
+    "**steps a second / all-reduce**": "**{step_ratio:.1f}**",
+    "steps to target": "{steps_to_target:.0f}",
+    "seconds to target": "{seconds_to_target:.1f}",
+    "**time to target / all-reduce**": "**{ratio:.1f} times faster**",
+    "final loss (steps)": "{final_loss:.3f} ({steps})",
+}
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """The table for people; nan where the target was not reached."""
+    return fleet.table(
+        COLUMNS,
+        [row | {"ms": 1e3 * row["seconds_per_step"], "kb": row["bytes_per_step"] / 1e3} for row in rows],
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.strategies",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=240, help="of the reference (240)")
+    parser.add_argument("--longer", type=float, default=2.5, help="times as many steps for the others (2.5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        step_s, exchange_bytes = calibrate(home)
+        say(
+            f"strategies: a step computes {1e3 * step_s:.1f} ms, an all-reduce sends {exchange_bytes / 1e3:,.0f} kB"
+        )
+        rows = []
+        for wan in WANS:
+            say(f"strategies: {wan.gbps:g} Gbit/s, an exchange takes {wan.steps_per_exchange:.1f} steps")
+            rows += measure(home, wan, step_s, exchange_bytes, options.steps, options.longer)
+    print(json.dumps({"benchmark": "strategies", "rows": rows}) if options.json else render(rows))
+
+
+if __name__ == "__main__":
+    main()
