@@ -39,7 +39,9 @@ def print_table(sweep: Sweep, table: Table, console: Console | None = None) -> N
     shown.add_column("run", no_wrap=True)
     columns = [name for name in _COLUMNS if name in rows and rows[name].fillna(0).ne(0).any()]
     for name in columns or ["eval_loss"]:
-        shown.add_column(_COLUMNS[name][0], justify="right", min_width=len("not run") if name == "eval_loss" else None)
+        shown.add_column(
+            _COLUMNS[name][0], justify="right", min_width=len("not run") if name == "eval_loss" else None
+        )
     for job, row in zip(sweep.jobs, rows.to_dict("records"), strict=True):
         cells = [_shown(row[name], _COLUMNS[name][1]) for name in columns]
         if row["status"] != "complete":
