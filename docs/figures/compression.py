@@ -63,6 +63,19 @@ class Data:
         return runs
 
 
+NAMED = (
+    "sparseloco",
+    "sparseloco-15",
+    "streaming_fp4",
+    "local_sgd-300",
+    "local-top1.6",
+    "local-top1.6-ef",
+    "allreduce-sign-ef",
+    "diloco-4",
+    "sign-ef",
+)
+
+
 def by_ratio(data: Data, figure: Figure) -> None:
     """Loss against how many times fewer trunk bytes, all runs where tokens stay and experts are replicated."""
     axes = figure.subplots()
@@ -74,17 +87,8 @@ def by_ratio(data: Data, figure: Figure) -> None:
             if len(chosen):
                 said = f"{label}, with a codec" if coded else label
                 _points(axes, chosen, "compression", colour=colour, marker=marker, label=said, face=face)
-    for run in (
-        "sparseloco",
-        "streaming_fp4",
-        "int2-ef0",
-        "top1.6",
-        "top1.6-ef",
-        "int4",
-        "allreduce-sign-ef",
-    ):
-        if run in local.index:
-            _name(axes, run, local.loc[run, "compression"], local.loc[run, "loss"])
+    for run in NAMED:
+        _name(axes, run, local.loc[run, "compression"], local.loc[run, "loss"])
     _logarithmic(axes)
     axes.set_xlabel("times fewer trunk bytes than a plain fp32 all-reduce of every step")
     axes.set_ylabel(LOSS)
@@ -95,29 +99,51 @@ def by_round(data: Data, figure: Figure) -> None:
     """Loss against H, and how far apart the copies were before a merge."""
     loss, apart = figure.subplots(1, 2)
     _reference(loss, data)
-    plain = data.runs[data.runs["sync.codec"].isna() & (data.runs["placement.policy"] == "replicated")]
-    plain = plain[~plain.index.str.contains("-lr|-m0|-0")]
-    for name in ("local_sgd", "diloco", "streaming_diloco", "teleport"):
+    plain = data.runs[data.runs["sync.codec"].isna() & ~data.runs.index.str.contains("-lr|-m0|tokens")]
+    for name in ("local_sgd", "diloco", "streaming_diloco"):
         label, colour, marker = STRATEGIES[name]
-        chosen = plain[plain["sync.strategy"] == name].sort_values("sync.every")
-        _points(loss, chosen, "sync.every", colour=colour, marker=marker, label=label, line=True)
-        if name != "teleport":
+        for where, style in (("replicated", "-"), ("even", "--")):
+            chosen = plain[(plain["sync.strategy"] == name) & (plain["placement.policy"] == where)]
+            if not len(chosen):
+                continue
+            said = label if where == "replicated" else f"{label}, experts pinned"
+            _by_h(loss, chosen, "loss", colour=colour, marker=marker, label=said, style=style)
             merges = data.merges[data.merges["run"].isin(chosen.index) & (data.merges["seed"] == 0)]
             largest = merges.groupby("run")["trunk_distance"].max().reindex(chosen.index)
-            apart.plot(chosen["sync.every"], largest, color=colour, marker=marker, label=label)
-    for bound, said in ((0.1, "guard.warn"), (0.5, "guard.refuse")):
-        apart.axhline(bound, color=GREY, linestyle=":", linewidth=1)
-        apart.annotate(
-            said, (300, bound), xytext=(0, 3), textcoords="offset points", fontsize=8, color=GREY, ha="right"
-        )
-    for axes in (loss, apart):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([4, 16, 64, 150, 300], ["4", "16", "64", "150", "300"])
-        axes.minorticks_off()
-        axes.set_xlabel("H, steps between two merges")
-        axes.legend(fontsize=8)
+            _by_h(
+                apart,
+                chosen.assign(largest=largest),
+                "largest",
+                colour=colour,
+                marker=marker,
+                label=said,
+                style=style,
+            )
     loss.set_ylabel(LOSS)
-    apart.set_ylabel("largest distance of the copies before a merge,\nrelative to the trunk's norm")
+    apart.set_ylabel("largest distance of the copies before a merge,\nrelative to their norm")
+    for axes in (loss, apart):
+        axes.legend(fontsize=8)
+
+
+def _by_h(
+    axes: Axes, runs: pd.DataFrame, y: str, *, colour: str, marker: str, label: str, style: str
+) -> None:
+    runs = runs.sort_values("sync.every")
+    spread = [runs["loss"] - runs["low"], runs["high"] - runs["loss"]] if y == "loss" else None
+    axes.errorbar(
+        runs["sync.every"],
+        runs[y],
+        yerr=spread,
+        color=colour,
+        marker=marker,
+        linestyle=style,
+        label=label,
+        capsize=3,
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([4, 16, 64, 150, 300], ["4", "16", "64", "150", "300"])
+    axes.minorticks_off()
+    axes.set_xlabel("H, steps between two merges")
 
 
 CODECS = {
@@ -138,54 +164,54 @@ def codecs(data: Data, figure: Figure) -> None:
     error, *losses = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1.2, 1.2))
     base = data.runs.loc["local_sgd-16"]
     names = []
-    for codec, said in CODECS.items():
-        own = data.runs[data.runs.index.isin([f"local-{codec}{end}" for end in ENDS])].iloc[0]
-        names.append(f"{said}  ({base['trunk_bytes'] / own['trunk_bytes']:.0f}x)")
-    for axes, start, title in zip(losses, ("local-", ""), ("local SGD, H 16", "DiLoCo, H 16"), strict=True):
-        plain = data.runs.loc["local_sgd-16" if start else "diloco-16"]
-        axes.axvspan(
-            plain["low"], plain["high"], color=GREY, alpha=0.25, linewidth=0, label="no codec, 3 seeds"
-        )
-        axes.axvline(
-            first_seed(data, "local_sgd-16" if start else "diloco-16"), color=GREY, label="no codec, seed 0"
-        )
-        axes.set_title(title, fontsize=9)
+    for row, (codec, said) in enumerate(CODECS.items()):
+        runs = {f"{codec}{end}": FEEDBACK[has] for end, has in ENDS.items()}
+        sent = [
+            data.runs.loc[f"local-{run}", "trunk_bytes"] for run in runs if f"local-{run}" in data.runs.index
+        ]
+        names.append(f"{said}  ({base['trunk_bytes'] / sent[0]:.0f}x)")
+        for run, (colour, marker, _, shift) in runs.items():
+            if f"local-{run}" in data.runs.index:
+                lost = data.runs.loc[f"local-{run}", "codec_error"]
+                error.scatter(lost, row + shift, color=colour, marker=marker, s=22)
+            for axes, start in zip(losses, ("local-", ""), strict=True):
+                seeds = data.table.loc[data.table["run"] == start + run, "eval_loss"]
+                axes.scatter(seeds, [row + shift] * len(seeds), color=colour, marker=marker, s=22)
+    for axes, plain, title in zip(
+        losses, ("local_sgd-16", "diloco-16"), ("local SGD", "DiLoCo"), strict=True
+    ):
+        own = data.runs.loc[plain]
+        axes.axvspan(own["low"], own["high"], color=GREY, alpha=0.25, linewidth=0, label="no codec, 3 seeds")
+        axes.axvline(first_seed(data, plain), color=GREY, label="no codec, seed 0")
+        axes.set_title(f"{title}, H 16", fontsize=9)
         axes.set_xlabel(LOSS)
-        for feedback, (colour, marker, said) in FEEDBACK.items():
-            for row, codec in enumerate(CODECS):
-                for run in (f"{start}{codec}{end}" for end, has in ENDS.items() if has == feedback):
-                    if run in data.runs.index:
-                        seeds = data.table.loc[data.table["run"] == run, "eval_loss"]
-                        axes.scatter(
-                            seeds,
-                            [row + 0.12 - 0.24 * (not feedback)] * len(seeds),
-                            color=colour,
-                            marker=marker,
-                            s=22,
-                        )
-                        if start:
-                            sent = data.runs.loc[run, "codec_error"]
-                            error.scatter(
-                                [sent],
-                                [row + 0.12 - 0.24 * (not feedback)],
-                                color=colour,
-                                marker=marker,
-                                s=22,
-                            )
-            error.scatter([], [], color=colour, marker=marker, label=said)
+    far = first_seed(data, "local-top1.6")
+    losses[0].set_xlim(2.03, 2.36)
+    losses[0].annotate(
+        f"{far:.2f} \N{RIGHTWARDS ARROW}",
+        (2.355, len(names) - 1 + FEEDBACK[False][3]),
+        color=BLUE,
+        ha="right",
+        va="center",
+    )
+    for colour, marker, said, _ in FEEDBACK.values():
+        error.scatter([], [], color=colour, marker=marker, label=said)
     for axes in (error, *losses):
         axes.grid(axis="y", alpha=0.3)
     error.set_yticks(range(len(names)), names)
     error.invert_yaxis()
     error.set_xlabel("relative error of what is sent")
-    handles, labels = error.get_legend_handles_labels()
-    error.legend(handles[:2], labels[:2], fontsize=8)
+    error.legend(fontsize=8)
     losses[0].legend(fontsize=8)
 
 
 ENDS = {"": False, "-ef0": False, "-ef": True}
 """Of a run's name, to whether it has error feedback."""
-FEEDBACK = {False: (BLUE, "o", "without error feedback"), True: (RED, "D", "with (decay .95)")}
+FEEDBACK = {
+    False: (BLUE, "o", "without error feedback", -0.12),
+    True: (RED, "D", "with (decay .95)", 0.12),
+}
+"""Colour, marker, legend and place beside the row."""
 
 
 def first_seed(data: Data, run: str) -> float:
@@ -201,7 +227,7 @@ CURVES = {
     "diloco-16": ("DiLoCo, H 16", ORANGE, "-"),
     "local-int4": ("local SGD, H 16, int4", BLUE, "--"),
     "streaming-16": ("streaming DiLoCo, H 16", GREEN, "-"),
-    "sparseloco": ("SparseLoCo preset, H 30", RED, "-"),
+    "local-sign-ef0": ("local SGD, H 16, sign", RED, "--"),
 }
 
 
@@ -221,43 +247,42 @@ def curves(data: Data, figure: Figure) -> None:
             )
     _logarithmic(sent)
     sent.set_xlabel("MB sent over the WAN so far (both clusters)")
-    _logarithmic(seconds)
     seconds.set_xlabel("seconds of training so far (emulated link, two cores)")
     sent.set_ylabel(LOSS)
     seconds.legend(fontsize=8)
 
 
 def teleport(data: Data, figure: Figure) -> None:
-    """Distance of the copies before every attempt to merge, and what the guard made of it."""
-    axes = figure.subplots()
-    colours = {"16": SKY, "64": BLUE, "150": PURPLE, "300": RED}
-    for at, bound in enumerate(("", "-0.2")):
-        for every, colour in colours.items():
-            rows = data.merges[data.merges["run"] == f"teleport-{every}{bound}"]
-            if not len(rows):
-                continue
-            said = f"H {every}, refuses above {'0.2' if bound else '0.5'}"
-            axes.plot(
-                rows["step"], rows["trunk_distance"], color=colour, linestyle=("-", "--")[at], label=said
+    """Distance of the trunk copies at every attempt to merge, what the guard made of it, and what it was worth."""
+    apart, loss = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    for every, colour in {"16": SKY, "64": BLUE, "150": PURPLE, "300": RED}.items():
+        rows = data.merges[data.merges["run"] == f"pinned-teleport-{every}"]
+        apart.plot(rows["step"], rows["trunk_distance"], color=colour, label=f"H {every} at first")
+        apart.scatter(rows["step"], rows["trunk_distance"], color=colour, s=18)
+    for bound, said in ((0.1, "warn"), (0.5, "refuse")):
+        apart.axhline(bound, color=GREY, linestyle=":", linewidth=1)
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        apart.annotate(said, (0.02, bound), xytext=(0, 3), fontsize=8, color=GREY, **where)
+    apart.set_xlabel("step")
+    apart.set_ylabel("distance of the trunk copies before the merge")
+    apart.set_title("experts pinned: the trunk alone (no merge was refused)", fontsize=9)
+    apart.legend(fontsize=8)
+    _reference(loss, data)
+    for start, style, where in (("", "-", "replicated"), ("pinned-", "--", "pinned")):
+        for name in ("local_sgd", "teleport"):
+            label, colour, marker = STRATEGIES[name]
+            own = data.runs[data.runs.index.str.fullmatch(rf"{start}{name}-\d+")]
+            _by_h(
+                loss,
+                own,
+                "loss",
+                colour=colour,
+                marker=marker,
+                label=f"{label}, {where} experts",
+                style=style,
             )
-            for refused, marker, face in ((False, "o", colour), (True, "X", "white")):
-                part = rows[rows["refused"] == refused]
-                axes.scatter(
-                    part["step"],
-                    part["trunk_distance"],
-                    marker=marker,
-                    color=face,
-                    edgecolors=colour,
-                    zorder=3,
-                    s=45,
-                )
-    for bound, said in ((0.1, "warn .1"), (0.2, "refuse .2"), (0.5, "refuse .5")):
-        axes.axhline(bound, color=GREY, linestyle=":", linewidth=1)
-        axes.annotate(said, (302, bound), fontsize=8, color=GREY, va="center", annotation_clip=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel("distance of the copies before the merge")
-    axes.set_title("filled: merged; crossed: refused", fontsize=9)
-    axes.legend(fontsize=8)
+    loss.set_ylabel(LOSS)
+    loss.legend(fontsize=8)
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -279,7 +304,6 @@ def _points(
     colour: str,
     marker: str,
     label: str,
-    line: bool = False,
     face: str | None = None,
 ) -> None:
     spread = [runs["loss"] - runs["low"], runs["high"] - runs["loss"]]
@@ -289,7 +313,7 @@ def _points(
         yerr=spread,
         color=colour,
         marker=marker,
-        linestyle="-" if line else "",
+        linestyle="",
         label=label,
         markerfacecolor=face or colour,
         capsize=3,
@@ -305,7 +329,7 @@ FIGURES: dict[str, tuple[Callable[[Data, Figure], None], tuple[float, float]]] =
     "loss-by-round": (by_round, (9.5, 4)),
     "codecs": (codecs, (9.5, 4.4)),
     "curves": (curves, (9.5, 4.2)),
-    "teleport": (teleport, (8, 4.2)),
+    "teleport": (teleport, (9.5, 4.2)),
 }
 
 
@@ -313,7 +337,13 @@ def draw(data_folder: Path, out: Path) -> list[Path]:
     """Draw all figures; returns their files."""
     mpl.use("agg")
     mpl.rcParams.update(
-        {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "svg.hashsalt": "moe"}
+        {
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "font.size": 9,
+            "legend.handlelength": 3,
+            "svg.hashsalt": "moe",
+        }
     )
     data = Data(data_folder)
     out.mkdir(parents=True, exist_ok=True)
