@@ -77,7 +77,7 @@ def pretend(job: Job, *, losses: Sequence[float], trunk_bytes: int, merges: Sequ
             sizes={"trunk": TRUNK, f"experts#{index}": EXPERT},
             steps={},
             shapes={},
-            sync={},
+            sync={"ended": True},
         )
         (checkpoint / MANIFEST).write_text(
             json.dumps({"version": VERSION, "files": [], **manifest.to_json()})
