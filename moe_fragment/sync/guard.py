@@ -75,7 +75,7 @@ class Guard:
         if distance <= self.warn:
             return Judgement(every, False)
         shorter = min(every, max(shortest, every // 2))
-        said = f"trunk copies are {distance:.3g} of their norm apart (cosine of their updates {cosine:.2f})"
+        said = f"copies are {distance:.3g} of their norm apart (cosine of their updates {cosine:.2f})"
         rounds = f"rounds are {shorter} steps from now on"
         if distance > self.refuse:
             bound = f"more than sync.guard.refuse = {self.refuse:g}"
