@@ -15,8 +15,10 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from moe_fragment.codecs.bits import packed_bytes
+from moe_fragment.codecs.blocks import SCALE_BYTES, block_count
 from moe_fragment.codecs.scratch import Scratch
-from moe_fragment.schema import Section
+from moe_fragment.schema import Count, Section
 
 
 class ValueFormat(Section):
@@ -46,6 +48,28 @@ class ValueFormat(Section):
     @abstractmethod
     def decode(self, payload: torch.Tensor, out: torch.Tensor, scratch: Scratch) -> None:
         """`payload` uint8 [payload_bytes(n)], at any address, to `out` [n]; ValueError if no encoder wrote it."""
+
+
+class BlockScaled(ValueFormat):
+    """A format of `width` bits a value, with an fp32 scale for every `block` values before the codes."""
+
+    width: ClassVar[int]
+    block: Count | None = 128
+    """Values that share a scale; null: the whole vector."""
+
+    @property
+    def value_bits(self) -> int:
+        """Of a code."""
+        return self.width
+
+    @property
+    def bits(self) -> float:
+        """Plus a scale per block."""
+        return self.width + (8 * SCALE_BYTES / self.block if self.block else 0)
+
+    def payload_bytes(self, size: int) -> int:
+        """Scales, then codes."""
+        return block_count(size, self.block) * SCALE_BYTES + packed_bytes(size, self.width)
 
 
 class Sparsifier(Section):

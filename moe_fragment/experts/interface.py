@@ -43,8 +43,8 @@ def cross_cluster_experts_forward(
     """
     path: ExpertPath = getattr(module, ATTRIBUTE)
     if path.local_only:
-        kept = path.keep_local(ids_TK, weights_TK, training=module.training)
-        return experts(module, hidden_TD, kept.slots_TK, kept.weights_TK)
+        slots_TK, kept_TK = path.keep_local(ids_TK, weights_TK, training=module.training)
+        return experts(module, hidden_TD, slots_TK, kept_TK)
     dispatch = path.dispatch_preprocess(ids_TK, training=module.training)
     exchange, ticket = path.token_dispatch(dispatch, hidden_TD, weights_TK)
     local_TD = experts(module, hidden_TD, path.local_slots(ids_TK), weights_TK)

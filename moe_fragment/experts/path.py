@@ -60,14 +60,6 @@ class Dispatch:
     owner_TK: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What stays on this cluster under `exchange: local`: local slots (the sentinel for others) and weights."""
-
-    slots_TK: torch.Tensor
-    weights_TK: torch.Tensor
-
-
 class ExpertPath:
     """Stages of the expert path of one MoE layer.
 
@@ -90,15 +82,16 @@ class ExpertPath:
         self._exchanges: list[weakref.ref[Exchange]] = []
         """Those whose backward is to come, in order; they live as long as their autograd graphs."""
 
-    def keep_local(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, training: bool) -> Kept:
-        """Of the chosen experts those of this cluster, their weights raised to what all chosen ones had together.
+    def keep_local(
+        self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *, training: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the chosen experts those of this cluster: local slots [T, K] (the sentinel for others), and routing
+        weights [T, K], raised to what all chosen ones had together.
 
         A router that knows about clusters chooses from them only; a stock one does not, and a token none of whose
         experts is here passes the layer by.
         """
-        if self.placement.owner_E.device != ids_TK.device:
-            self.placement = self.placement.to(ids_TK.device)
-        slots_TK = self.placement.slot_E[ids_TK]
+        slots_TK = self._tables(ids_TK.device).slot_E[ids_TK]
         here_TK = slots_TK < self.placement.local
         kept_TK = weights_TK * here_TK
         total_T1, kept_T1 = weights_TK.sum(dim=-1, keepdim=True), kept_TK.sum(dim=-1, keepdim=True)
@@ -108,13 +101,17 @@ class ExpertPath:
             self.statistics.count_local(
                 self.layer, ids_TK=ids_TK, here_TK=here_TK, cluster=self.fabric.cluster
             )
-        return Kept(slots_TK, kept_TK * scale_T1)
+        return slots_TK, kept_TK * scale_T1
+
+    def _tables(self, device: torch.device) -> LayerPlacement:
+        """The lookup tables, where the tokens are."""
+        if self.placement.owner_E.device != device:
+            self.placement = self.placement.to(device)
+        return self.placement
 
     def dispatch_preprocess(self, ids_TK: torch.Tensor, *, training: bool) -> Dispatch:
         """Decide which tokens go where: one row per (token, remote cluster), grouped by cluster."""
-        if self.placement.owner_E.device != ids_TK.device:
-            self.placement = self.placement.to(ids_TK.device)
-        owner_TK = self.placement.owner_E[ids_TK]
+        owner_TK = self._tables(ids_TK.device).owner_E[ids_TK]
         wanted_TC = torch.zeros(ids_TK.shape[0], self.fabric.clusters, dtype=torch.bool, device=ids_TK.device)
         wanted_TC.scatter_(1, owner_TK, True)
         wanted_TC[:, self.fabric.cluster] = False

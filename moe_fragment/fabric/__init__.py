@@ -2,9 +2,10 @@
 
 from moe_fragment.fabric.config import FabricConfig
 from moe_fragment.fabric.connect import connect
-from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Transfer, Verdict, WaitClock
+from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Verdict
 from moe_fragment.fabric.membership import Coordinator, FleetError
 from moe_fragment.fabric.routes import Route
+from moe_fragment.fabric.transfer import Transfer, WaitClock
 
 __all__ = [
     "FAILED",

@@ -15,10 +15,10 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,44 +31,13 @@ from moe_fragment.fabric.membership import FleetError, Member
 from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.rails import ExchangeError, Rail, first_line
 from moe_fragment.fabric.routes import Route, RouteTable
+from moe_fragment.fabric.transfer import Transfer, WaitClock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OK, OVERFLOW, FAILED = 2, 1, 0
 """Outcome of a step: committed; discarded because of non-finite numbers; discarded and tried again."""
-
-
-@dataclass
-class WaitClock:
-    """Seconds since the last `reset`: waits for other clusters that the caller felt, and those it did not."""
-
-    exposed_s: float = 0.0
-    hidden_s: float = 0.0
-    local_s: float = 0.0
-
-    def reset(self) -> WaitClock:
-        """Returns what was counted and starts at zero."""
-        counted = WaitClock(self.exposed_s, self.hidden_s, self.local_s)
-        self.exposed_s = self.hidden_s = self.local_s = 0.0
-        return counted
-
-
-class Transfer(Generic[T]):
-    """A running transfer; `wait()` returns its result and books the time."""
-
-    def __init__(self, future: Future[tuple[T, float]], clock: WaitClock) -> None:
-        self._future = future
-        self._clock = clock
-
-    def wait(self) -> T:
-        """Block until the transfer is through; only programming errors raise."""
-        called = time.monotonic()
-        result, took_s = self._future.result()
-        exposed_s = time.monotonic() - called
-        self._clock.exposed_s += exposed_s
-        self._clock.hidden_s += max(0.0, took_s - exposed_s)
-        return result
 
 
 @dataclass(frozen=True)

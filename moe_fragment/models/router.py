@@ -88,13 +88,14 @@ class FragmentMoeRouter(ExactBuffers):
         exact = torch.promote_types(torch.promote_types(hidden.dtype, self.weight.dtype), torch.float32)
         with maybe_autocast(hidden.device.type, enabled=False):
             logits_TE = F.linear(hidden_TD.to(exact), self.weight.to(exact))
-            if self.held is not None:
-                logits_TE = logits_TE.masked_fill(self._elsewhere(logits_TE.device), -torch.inf)
+            elsewhere_E = self._elsewhere(logits_TE.device) if self.held is not None else None
+            if elsewhere_E is not None:
+                logits_TE = logits_TE.masked_fill(elsewhere_E, -torch.inf)
             scores_TE = self.scores(logits_TE)
             bias_E = self.e_score_correction_bias
             choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-            if self.held is not None:
-                choice_TE = choice_TE.masked_fill(self._elsewhere(logits_TE.device), -torch.inf)
+            if elsewhere_E is not None:
+                choice_TE = choice_TE.masked_fill(elsewhere_E, -torch.inf)
             # The order of the K experts decides the rounding of their sum. Stock sigmoid models do not sort,
             # stock softmax models do; following each keeps exported logits equal to the last bit.
             index_TK = torch.topk(choice_TE, self.top_k, dim=-1, sorted=self.scoring == "softmax").indices

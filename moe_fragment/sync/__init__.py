@@ -7,8 +7,9 @@ from moe_fragment.sync.gradient import GradientSync
 from moe_fragment.sync.guard import Guard
 from moe_fragment.sync.mixing import MixingSync
 from moe_fragment.sync.outer import OuterSGD
-from moe_fragment.sync.parameter import ParameterSync, Rounds
+from moe_fragment.sync.parameter import ParameterSync
 from moe_fragment.sync.report import SyncReport
+from moe_fragment.sync.rounds import Rounds
 from moe_fragment.sync.state import checksum
 from moe_fragment.sync.syncer import Policy
 from moe_fragment.sync.vector import Crew, RailVector

@@ -249,8 +249,7 @@ class AsynchronousSync:
             square[1] = answer.weights.double().square().sum()
             fragment.base, fragment.version = answer.weights, answer.version
             own = answer.weights + since
-        if fragment.feedback is not None:
-            settle(fragment.feedback, pushed.healthy)
+        settle(fragment.feedback, pushed.healthy)
         fragment.vector.distribute(own, masters)
         self._publish()
         distance, norm = fabric.cluster_sum(square).tolist()

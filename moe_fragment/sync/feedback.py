@@ -19,11 +19,13 @@ def loss_of(
     return lost_square, given_square, sent_square
 
 
-def settle(feedback: ErrorFeedback, merged: bool) -> None:
+def settle(feedback: ErrorFeedback | None, merged: bool) -> None:
     """End a round: what was lost is owed from now on if the round was merged, and forgotten if it was not.
 
     A cluster that contributed nothing to the round owes what it owed before.
     """
+    if feedback is None:
+        return
     if merged and feedback.pending is not None:
         feedback.commit()
     else:

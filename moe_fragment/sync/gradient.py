@@ -106,8 +106,7 @@ class GradientSync:
 
     def settle(self, committed: bool) -> None:
         """Keep what the codec lost for the next step if the step was committed, else forget it."""
-        if self._feedback is not None:
-            settle(self._feedback, committed)
+        settle(self._feedback, committed)
 
     def state(self) -> Iterator[Piece]:
         """What a checkpoint must hold of this gateway."""

@@ -19,100 +19,22 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from moe_fragment.codecs import Codec, ErrorFeedback, PoisonedError
+from moe_fragment.codecs import Codec, PoisonedError
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError, Transfer
 from moe_fragment.fabric.collectives import all_gather, all_reduce, butterfly
 from moe_fragment.sync.feedback import loss_of, settle
 from moe_fragment.sync.guard import Divergence, Guard
-from moe_fragment.sync.merge import DivideBy, decoded_mean
-from moe_fragment.sync.outer import OuterSGD
+from moe_fragment.sync.merge import decoded_mean
 from moe_fragment.sync.report import SyncReport
-from moe_fragment.sync.state import (
-    FEEDBACK,
-    IN_FLIGHT,
-    LOST,
-    OUTER,
-    VELOCITY,
-    Piece,
-    Reader,
-    checksum,
-    pieces_of,
-    read_interval,
-)
+from moe_fragment.sync.rounds import Fragment, InFlight, Rounds
+from moe_fragment.sync.state import Piece, Reader, checksum
 from moe_fragment.sync.vector import RailVector
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """When a parameter strategy syncs what, and how it merges.
-
-    Attributes:
-        every: H, steps between two syncs of the same fragment.
-        overlap: steps (tau) between capture and merge; smaller than H / fragments.
-        mix: weight (alpha) of the own weights in the merge; 0 takes the global copy, 1 keeps the own.
-        outer: moves the global copy.
-        butterfly: exact means by recursive doubling.
-        weights: `tokens` weighs clusters by the tokens they trained on since the last sync, `equal` does not.
-        divide_by: what a sparse mean is over.
-        check_every: compare the global copies of all clusters at every n-th merge of a fragment; 0 never.
-    """
-
-    every: int
-    outer: OuterSGD
-    overlap: int = 0
-    mix: float = 0.0
-    butterfly: bool = False
-    weights: str = "tokens"
-    divide_by: DivideBy = "clusters"
-    check_every: int = 10
-
-
-class _Fragment:
-    """A part of the trunk that is synced at once; tensors are this gateway's interval, empty on other ranks."""
-
-    def __init__(self, vector: RailVector, masters: Sequence[torch.Tensor], decay: float | None) -> None:
-        self.vector = vector
-        self.outer = vector.collect(masters)
-        self.velocity: torch.Tensor | None = None
-        self.feedback = ErrorFeedback(vector.size, decay, torch.device("cpu")) if decay is not None else None
-        self.tokens = 0.0
-        self.owed_since = 0
-        """Step at which it was due and has not been captured since; 0 if it is not owed."""
-        self.not_before = 0
-        """Step at which a failed sync may be tried again."""
-        self.merges = 0
-        self.ended = False
-        """Whether it has had the last sync of the run."""
-
-
-@dataclass
-class _InFlight:
-    """A sync between its two meetings; the same on all ranks of a cluster but for transfer and mean."""
-
-    fragment: int
-    captured: int
-    due: int
-    tokens: float
-    weights: dict[int, float]
-    squares: list[float]
-    outer_square: float
-    poisoned: list[int]
-    """Clusters whose contribution was refused."""
-    last: bool
-    """Whether it is the fragment's last sync: merged without mixing."""
-    partial: bool
-    """Whether its round was cut short by the end of the run: averaged, without an outer step."""
-    lost: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Squared norms over this cluster: what the codec lost, was given, and sent."""
-    transfer: Transfer[Any] | None = None
-    mean: torch.Tensor | None = None
 
 
 class ParameterSync:
@@ -158,8 +80,8 @@ class ParameterSync:
         """H as it is now: a guard may have shortened it."""
         self._shortened_at = 0
         decay = error_feedback if self._codec is not None else None
-        self._fragments = [_Fragment(vector, masters(), decay) for vector in vectors]
-        self._flying: _InFlight | None = None
+        self._fragments = [Fragment(vector, masters(), decay) for vector in vectors]
+        self._flying: InFlight | None = None
         self._moved = False
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -236,7 +158,7 @@ class ParameterSync:
             fragment.owed_since, fragment.ended = 0, last
             fabric.commit(True)
             return [SyncReport(step, index, "empty", poisoned=poisoned)]
-        flying = _InFlight(
+        flying = InFlight(
             index,
             captured=step,
             due=step + (0 if last else self._rounds.overlap),
@@ -260,7 +182,7 @@ class ParameterSync:
         return []
 
     def _send(
-        self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight
+        self, fragment: Fragment, delta: torch.Tensor, flying: InFlight
     ) -> tuple[Transfer[Any], list[float]]:
         fabric = self._fabric
         side_step = flying.captured if flying.due > flying.captured else None
@@ -281,7 +203,7 @@ class ParameterSync:
         return fabric.collective(*arguments, side_step=side_step), lost
 
     def _encode(
-        self, fragment: _Fragment, delta: torch.Tensor, flying: _InFlight
+        self, fragment: Fragment, delta: torch.Tensor, flying: InFlight
     ) -> tuple[torch.Tensor, list[float]]:
         codec, clusters = self._codec, self._fabric.clusters
         assert codec is not None
@@ -324,8 +246,8 @@ class ParameterSync:
 
     def _conclude(
         self,
-        fragment: _Fragment,
-        flying: _InFlight,
+        fragment: Fragment,
+        flying: InFlight,
         rows: list[list[float]],
         step: int,
         outer: torch.Tensor,
@@ -353,17 +275,17 @@ class ParameterSync:
             report = report.judged(judged)
             if judged.refuses:
                 fragment.tokens += flying.tokens
-                self._settle(fragment, False)
+                settle(fragment.feedback, False)
                 return report
         fragment.outer, fragment.velocity = outer, velocity
         fragment.merges += 1
-        self._settle(fragment, True)
+        settle(fragment.feedback, True)
         if self._fabric.cluster in self.among:
             own = self._fabric.cluster not in flying.poisoned and not flying.last
             self._merge(fragment, self._rounds.mix if own else 0.0)
         return report
 
-    def _arrive(self, fragment: _Fragment, flying: _InFlight) -> bool:
+    def _arrive(self, fragment: Fragment, flying: InFlight) -> bool:
         """Wait for the transfer and take the mean from it; whether it is there, True on ranks without one.
 
         What did not arrive is kept as NaN, in a checkpoint too.
@@ -384,7 +306,7 @@ class ParameterSync:
                 flying.mean = torch.full_like(fragment.outer, torch.nan)
         return flying.mean is None or bool(flying.mean.isfinite().all())
 
-    def _merge(self, fragment: _Fragment, mix: float) -> None:
+    def _merge(self, fragment: Fragment, mix: float) -> None:
         masters = self._masters()
         merged = fragment.outer
         if mix:
@@ -396,14 +318,9 @@ class ParameterSync:
         fragment = self._fragments[index]
         reason = str(self._fabric.failure or "a transfer did not arrive everywhere")
         self._fabric.commit(False)  # the next quorum connects anew
-        self._settle(fragment, False)
+        settle(fragment.feedback, False)
         fragment.not_before = step + 1
         return SyncReport(step, index, "failed", reason=reason)
-
-    @staticmethod
-    def _settle(fragment: _Fragment, merged: bool) -> None:
-        if fragment.feedback is not None:
-            settle(fragment.feedback, merged)
 
     def _check_equal(self, digests: Mapping[int, list[float]], step: int) -> None:
         first, names = self.among[0], self._fabric.names
@@ -419,18 +336,10 @@ class ParameterSync:
     def state(self) -> Iterator[Piece]:
         """What a checkpoint must hold of this gateway; waits for a transfer under way."""
         for index, fragment in enumerate(self._fragments):
-            vector = fragment.vector
-            yield from pieces_of(vector, OUTER, fragment.outer)
-            if fragment.velocity is not None:
-                yield from pieces_of(vector, VELOCITY, fragment.velocity)
-            if fragment.feedback is not None:
-                yield from pieces_of(vector, FEEDBACK, fragment.feedback.state)
-            if self._flying is not None and self._flying.fragment == index:
-                self._arrive(fragment, self._flying)
-                if self._flying.mean is not None:
-                    yield from pieces_of(vector, IN_FLIGHT, self._flying.mean)
-                if fragment.feedback is not None and fragment.feedback.pending is not None:
-                    yield from pieces_of(vector, LOST, fragment.feedback.pending)
+            flying = self._flying if self._flying is not None and self._flying.fragment == index else None
+            if flying is not None:
+                self._arrive(fragment, flying)
+            yield from fragment.state(flying)
 
     def schedule(self) -> dict[str, Any]:
         """What decides when clusters meet; the same on all of them, or they must not go on together."""
@@ -438,15 +347,7 @@ class ParameterSync:
         return {
             "every": self.every,
             "shortened_at": self._shortened_at,
-            "fragments": [
-                {
-                    "owed_since": fragment.owed_since,
-                    "not_before": fragment.not_before,
-                    "merges": fragment.merges,
-                    "ended": fragment.ended,
-                }
-                for fragment in self._fragments
-            ],
+            "fragments": [fragment.schedule() for fragment in self._fragments],
             "in_flight": None if flying is None else [flying.fragment, flying.captured, flying.due],
         }
 
@@ -482,33 +383,18 @@ class ParameterSync:
             )
         if numbers["configured"] == self._rounds.every:
             self.every, self._shortened_at = numbers["every"], numbers["shortened_at"]
-        flying = numbers["in_flight"]
-        if flying is not None:
-            weights = {int(cluster): weight for cluster, weight in flying["weights"].items()}
-            self._flying = _InFlight(**{**flying, "weights": weights, "lost": tuple(flying["lost"])})
+        stored = numbers["in_flight"]
+        if stored is not None:
+            weights = {int(cluster): weight for cluster, weight in stored["weights"].items()}
+            self._flying = InFlight(**{**stored, "weights": weights, "lost": tuple(stored["lost"])})
         for index, fragment in enumerate(self._fragments):
-            vector, own = fragment.vector, numbers["own"][index]
-            for name, value in numbers["fragments"][index].items():
-                setattr(fragment, name, value)
-            fragment.tokens = own["tokens"]
-            fragment.outer = read_interval(vector, OUTER, read)
-            fragment.velocity = read_interval(vector, VELOCITY, read) if own["moved"] else None
-            if fragment.feedback is not None:
-                fragment.feedback.load(read_interval(vector, FEEDBACK, read))
-            if self._flying is not None and self._flying.fragment == index:
-                self._flying.mean = read_interval(vector, IN_FLIGHT, read)
-                if fragment.feedback is not None and self._flying.weights.get(self._fabric.cluster):
-                    fragment.feedback.pending = read_interval(vector, LOST, read)
+            flying = self._flying if self._flying is not None and self._flying.fragment == index else None
+            owes = flying is not None and bool(flying.weights.get(self._fabric.cluster))
+            fragment.restore(read, numbers["fragments"][index], numbers["own"][index], flying, owes=owes)
 
     def digest(self) -> int:
         """Checksum of this cluster's global copy; equal on clusters that agree."""
-        total = sum(
-            checksum(fragment.outer, fragment.vector.low) * (index + 1)
-            for index, fragment in enumerate(self._fragments)
-        )
-        return int(self._fabric.cluster_sum(torch.tensor([_wrap(total)])))
-
-
-def _wrap(value: int) -> int:
-    """Into the range of int64, as its sums wrap."""
-    return (value + 2**63) % 2**64 - 2**63
+        total = torch.zeros(1, dtype=torch.int64)  # wraps, as checksums do
+        for index, fragment in enumerate(self._fragments):
+            total += torch.tensor(checksum(fragment.outer, fragment.vector.low)) * (index + 1)
+        return int(self._fabric.cluster_sum(total))

@@ -33,7 +33,7 @@ from moe_fragment.models.fragment import Fragmented
 from moe_fragment.models.router import reset_router_load, router_load, routers, update_router_bias
 from moe_fragment.sync import Crew, SyncConfig
 from moe_fragment.train.loss import Batch, micro_batch_losses
-from moe_fragment.train.syncing import FleetSync, copies_everywhere, counted_here
+from moe_fragment.train.syncing import FleetSync, expert_holders
 from moe_fragment.train.zero import Shard, ZeroShards
 
 
@@ -120,13 +120,13 @@ class Stepper:
         self.sync = FleetSync(sync or SyncConfig(), self.shards, fabric, fragmented, crew)
         self._exchange_tokens = exchange_tokens
         self._meets = exchange_tokens or self.sync.trunk_is_global
-        everywhere, counted = (
-            copies_everywhere(self.shards, fragmented),
-            counted_here(self.shards, fragmented),
-        )
-        self._normed = [shard for shard in self.shards.shards if shard.name in counted]
-        visited = set(self.shards.sizes(experts=True)) - everywhere
+        holders = expert_holders(self.shards, fragmented)
+        first = {name for name, among in holders.items() if among[0] == fabric.cluster}
+        visited = {name for name, among in holders.items() if among != fabric.everybody}
+        self._normed = [shard for shard in self.shards.shards if shard.name in first]
+        """Experts whose gradient this cluster counts in the fleet's norm: of several holders the first does."""
         self._visited = [shard for shard in self.shards.shards if shard.name in visited]
+        """Experts that other clusters' tokens may come to."""
         self._own = [shard for shard in self.shards.shards if shard.name not in visited]
         self._device = torch.device(engine.device)
         self._model = engine.module

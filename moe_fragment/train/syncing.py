@@ -71,8 +71,9 @@ class FleetSync:
         self._fabric = fabric
         self._crew = crew
         trunk = Domain(fabric.everybody, shards.sizes(experts=False), experts=False)
+        holders, sizes = expert_holders(shards, fragmented), shards.sizes(experts=True)
         replicas = [
-            Domain(among, _shared_experts(shards, fragmented, among), experts=True)
+            Domain(among, {name: sizes[name] for name in sizes if holders[name] == among}, experts=True)
             for among in fragmented.replica_sets()
         ]
         domains = [trunk, *replicas]
@@ -298,31 +299,10 @@ class FleetSync:
         }
 
 
-def _shared_experts(shards: ZeroShards, fragmented: Fragmented, among: Among) -> dict[str, int]:
-    """Canonical experts that exactly these clusters hold, if this cluster is one of them."""
+def expert_holders(shards: ZeroShards, fragmented: Fragmented) -> dict[str, Among]:
+    """Of every canonical expert of this cluster, the clusters that hold a copy."""
     found = {}
-    for name, size in shards.sizes(experts=True).items():
-        parameter, _, expert = name.partition("#")
-        if fragmented.holders(parameter, int(expert)) == among:
-            found[name] = size
-    return found
-
-
-def copies_everywhere(shards: ZeroShards, fragmented: Fragmented) -> set[str]:
-    """Canonical experts that all clusters hold, so that no token travels to one."""
-    found = set()
     for name in shards.sizes(experts=True):
         parameter, _, expert = name.partition("#")
-        if len(fragmented.holders(parameter, int(expert))) == len(fragmented.placement.clusters):
-            found.add(name)
-    return found
-
-
-def counted_here(shards: ZeroShards, fragmented: Fragmented) -> set[str]:
-    """Canonical experts whose gradient this cluster counts in the fleet's norm: of several holders the first does."""
-    found = set()
-    for name in shards.sizes(experts=True):
-        parameter, _, expert = name.partition("#")
-        if fragmented.holders(parameter, int(expert))[0] == fragmented.cluster:
-            found.add(name)
+        found[name] = fragmented.holders(parameter, int(expert))
     return found

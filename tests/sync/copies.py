@@ -9,6 +9,7 @@ import torch
 
 from moe_fragment.codecs import parse_codec
 from moe_fragment.fabric import Fabric
+from moe_fragment.fabric.wire import Frame, kind_name
 from moe_fragment.sync import CanonicalVector, Crew, Guard, OuterSGD, ParameterSync, RailVector, Rounds, Run
 from moe_fragment.sync.fragments import split
 
@@ -75,3 +76,23 @@ def synced(
 
 AVERAGE = OuterSGD(1.0, 0.0)
 Act = Callable[[Fabric], Any]
+
+
+def swallow_trunk(message: torch.Tensor) -> torch.Tensor | None:
+    """A link that loses what belongs to the trunk."""
+    return None if kind_name(Frame.decode(message).kind) == "trunk" else message
+
+
+def stored(sync: ParameterSync) -> dict[str, torch.Tensor]:
+    """State by kind, the pieces in a row."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for kind, _, _, values in sync.state():
+        found.setdefault(kind, []).append(values.clone())
+    return {kind: torch.cat(pieces) for kind, pieces in found.items()}
+
+
+def read_piece(
+    pieces: dict[tuple[str, str], torch.Tensor], kind: str, name: str, offset: int, size: int
+) -> torch.Tensor:
+    """A `Reader` of whole parameters."""
+    return pieces[kind, name][offset : offset + size]

@@ -17,8 +17,7 @@ from moe_fragment.sync.asynchronous import AsynchronousSync
 from moe_fragment.sync.fragments import split
 from moe_fragment.sync.syncer import Policy
 from tests.fabric.pair import fabrics, group_of, together
-from tests.sync.copies import AVERAGE, SIZES, Copy
-from tests.sync.test_parameter import read_piece
+from tests.sync.copies import AVERAGE, SIZES, Copy, read_piece
 
 DECOUPLED = Policy(OuterSGD(0.7, 0.9), quorum=1, grace=0.5, overlap=1)
 SERVER = Policy(AVERAGE, quorum=1, grace=0.0, merge="average", staleness=2)

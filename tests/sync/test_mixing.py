@@ -10,8 +10,7 @@ import torch
 from moe_fragment.fabric import Fabric
 from moe_fragment.sync import MixingSync
 from tests.fabric.pair import fabrics, group_of, together
-from tests.sync.copies import SIZES, Copy
-from tests.sync.test_parameter import swallow_trunk
+from tests.sync.copies import SIZES, Copy, swallow_trunk
 
 
 def mixing(fabric: Fabric, copy: Copy, every: int) -> MixingSync:

@@ -6,9 +6,11 @@ for. A value goes to the nearest of them.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from moe_fragment.codecs.bits import pack, packed_bytes, unpack
+from moe_fragment.codecs.bits import pack, unpack
 from moe_fragment.codecs.blocks import (
     SCALE_BYTES,
     absmax,
@@ -20,7 +22,7 @@ from moe_fragment.codecs.blocks import (
     write_floats,
 )
 from moe_fragment.codecs.scratch import Scratch
-from moe_fragment.codecs.stage import ValueFormat, stage
+from moe_fragment.codecs.stage import BlockScaled, stage
 from moe_fragment.schema import Count
 
 _EXPONENT_SHIFT, _EXPONENT_BIAS = 23, 127
@@ -29,25 +31,12 @@ _MAGNITUDES = [0.0, *(2.0**-power for power in range(6, -1, -1))]
 
 
 @stage("fp4")
-class Fp4(ValueFormat):
+class Fp4(BlockScaled):
     """Half a byte a value: relative error .195 on a Gaussian, whatever the block, over 7 binary orders."""
 
+    width: ClassVar[int] = 4
     block: Count | None = None
     """Values that share a scale; null: the whole vector."""
-
-    @property
-    def value_bits(self) -> int:
-        """Sign and exponent."""
-        return 4
-
-    @property
-    def bits(self) -> float:
-        """Plus a scale per block."""
-        return 4 + (8 * SCALE_BYTES / self.block if self.block else 0)
-
-    def payload_bytes(self, size: int) -> int:
-        """Scales, then codes."""
-        return block_count(size, self.block) * SCALE_BYTES + packed_bytes(size, 4)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: Scratch, seed: int) -> None:
         """Code: 8 for a negative value, plus 7 for the scale itself, 6 for half of it, ... 0 for zero."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from moe_fragment.codecs.blocks import (
@@ -17,33 +19,17 @@ from moe_fragment.codecs.blocks import (
     write_floats,
 )
 from moe_fragment.codecs.scratch import Scratch
-from moe_fragment.codecs.stage import ValueFormat, stage
-from moe_fragment.schema import Count
+from moe_fragment.codecs.stage import BlockScaled, stage
 
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_DTYPE).max
 
 
 @stage("fp8")
-class Fp8(ValueFormat):
+class Fp8(BlockScaled):
     """4 significant bits over 18 binary orders: relative error .026 on a Gaussian, whatever the block."""
 
-    block: Count | None = 128
-    """Values that share a scale; null: the whole vector."""
-
-    @property
-    def value_bits(self) -> int:
-        """One byte."""
-        return 8
-
-    @property
-    def bits(self) -> float:
-        """Plus a scale per block."""
-        return 8 + (8 * SCALE_BYTES / self.block if self.block else 0)
-
-    def payload_bytes(self, size: int) -> int:
-        """Scales, then codes."""
-        return block_count(size, self.block) * SCALE_BYTES + size
+    width: ClassVar[int] = 8
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: Scratch, seed: int) -> None:
         """Rounds to nearest even."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from moe_fragment.codecs.bits import pack, packed_bytes, unpack
+from moe_fragment.codecs.bits import pack, unpack
 from moe_fragment.codecs.blocks import (
     SCALE_BYTES,
     absmax,
@@ -22,35 +22,17 @@ from moe_fragment.codecs.blocks import (
     write_floats,
 )
 from moe_fragment.codecs.scratch import Scratch
-from moe_fragment.codecs.stage import ValueFormat, stage
-from moe_fragment.schema import Count
+from moe_fragment.codecs.stage import BlockScaled, stage
 
 
-class _Integer(ValueFormat):
-    width: ClassVar[int]
-    block: Count | None = 128
-    """Values that share a scale; null: the whole vector."""
+class _Integer(BlockScaled):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Stochastic is unbiased, at twice the squared error."""
-
-    @property
-    def value_bits(self) -> int:
-        """In the name."""
-        return self.width
-
-    @property
-    def bits(self) -> float:
-        """Plus a scale per block."""
-        return self.width + (8 * SCALE_BYTES / self.block if self.block else 0)
 
     @property
     def levels(self) -> int:
         """On each side of zero."""
         return 2 ** (self.width - 1) - 1
-
-    def payload_bytes(self, size: int) -> int:
-        """Scales, then codes."""
-        return block_count(size, self.block) * SCALE_BYTES + packed_bytes(size, self.width)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: Scratch, seed: int) -> None:
         """Codes are level + `levels`, so from 0 to 2 `levels`."""

@@ -6,35 +6,24 @@ of 1-bit Adam leaves .636. Either needs error feedback.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from moe_fragment.codecs.bits import pack, packed_bytes, unpack
+from moe_fragment.codecs.bits import pack, unpack
 from moe_fragment.codecs.blocks import SCALE_BYTES, block_count, by_block, read_floats, write_floats
 from moe_fragment.codecs.scratch import Scratch
-from moe_fragment.codecs.stage import ValueFormat, stage
+from moe_fragment.codecs.stage import BlockScaled, stage
 from moe_fragment.schema import Count
 
 
 @stage("sign")
-class Sign(ValueFormat):
+class Sign(BlockScaled):
     """One bit a value."""
 
+    width: ClassVar[int] = 1
     block: Count | None = 4096
     """Values that share a scale; null: the whole vector."""
-
-    @property
-    def value_bits(self) -> int:
-        """The sign."""
-        return 1
-
-    @property
-    def bits(self) -> float:
-        """Plus a scale per block."""
-        return 1 + (8 * SCALE_BYTES / self.block if self.block else 0)
-
-    def payload_bytes(self, size: int) -> int:
-        """Scales, then signs."""
-        return block_count(size, self.block) * SCALE_BYTES + packed_bytes(size, 1)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, scratch: Scratch, seed: int) -> None:
         """1 for plus."""
