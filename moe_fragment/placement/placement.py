@@ -66,23 +66,6 @@ class Placement:
             raise PlacementError(f"expected an expert id from 0 to {self.num_experts - 1}, got {expert}")
         return tuple(cluster for cluster, experts in enumerate(self._layer(layer)) if expert in experts)
 
-    def owners(self, layer: int) -> tuple[int, ...]:
-        """Index of the one cluster that holds each expert, by global id (length E).
-
-        Raises:
-            PlacementError: an expert of the layer has several holders.
-        """
-        owner: dict[int, int] = {}
-        for cluster, experts in enumerate(self._layer(layer)):
-            for expert in experts:
-                if expert in owner:
-                    both = f"'{self.clusters[owner[expert]]}' and '{self.clusters[cluster]}'"
-                    raise PlacementError(
-                        f"layers[{layer}]: expert {expert} has no single owner, {both} hold it"
-                    )
-                owner[expert] = cluster
-        return tuple(owner[expert] for expert in range(self.num_experts))
-
     @property
     def is_pinned(self) -> bool:
         """Whether every expert of every layer has exactly one holder."""

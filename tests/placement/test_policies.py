@@ -193,8 +193,7 @@ def test_every_expert_has_exactly_one_place(drawn: tuple[Placement, str]) -> Non
             for expert in placement.experts_of(layer, index)
         ]
         assert held == list(range(placement.num_experts))  # contiguous, in cluster order
-        owners = placement.owners(layer)
-        assert all(placement.holders(layer, expert) == (owners[expert],) for expert in held)
+        assert all(len(placement.holders(layer, expert)) == 1 for expert in held)
         counts = placement.counts()[layer]
         assert min(counts) >= 1
         if policy == "even":
