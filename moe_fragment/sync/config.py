@@ -89,8 +89,10 @@ class GuardConfig(Section):
 
     warn: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Above it, say so and halve the round. Default .1."""
-    refuse: float = Field(default=0.5, gt=0, allow_inf_nan=False)
-    """Above it, do not merge: every cluster keeps its own trunk and trains on. Default .5."""
+    refuse: float = Field(default=0.4, gt=0, allow_inf_nan=False)
+    """Above it, do not merge: every cluster keeps its own trunk and trains on. Default .4."""
+    experts: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """How many times as far apart copies of experts may be, which train on other tokens each. Default 4."""
 
     @model_validator(mode="after")
     def _order(self) -> GuardConfig:

@@ -64,20 +64,28 @@ class Guard:
     Attributes:
         warn: above it, say so and halve the round.
         refuse: above it, do not merge.
+        allowance: times both, for copies that come further apart without harm: those of experts.
     """
 
     warn: float
     refuse: float
+    allowance: float = 1.0
 
     def judge(self, divergence: Divergence, every: int, shortest: int = 1) -> Judgement:
         """What to do about copies that are `divergence` apart after a round of `every` steps, `shortest` at least."""
         distance, cosine = divergence.distance, divergence.cosine
-        if distance <= self.warn:
+        if distance <= self.warn * self.allowance:
             return Judgement(every, False)
         shorter = min(every, max(shortest, every // 2))
         said = f"copies are {distance:.3g} of their norm apart (cosine of their updates {cosine:.2f})"
         rounds = f"rounds are {shorter} steps from now on"
-        if distance > self.refuse:
-            bound = f"more than sync.guard.refuse = {self.refuse:g}"
+        if distance > self.refuse * self.allowance:
+            bound = f"more than {self._bound('refuse')}"
             return Judgement(shorter, True, f"{said}, {bound}: each cluster keeps its own; {rounds}")
-        return Judgement(shorter, False, f"{said}, more than sync.guard.warn = {self.warn:g}; {rounds}")
+        return Judgement(shorter, False, f"{said}, more than {self._bound('warn')}; {rounds}")
+
+    def _bound(self, name: str) -> str:
+        bound = getattr(self, name)
+        if self.allowance == 1:
+            return f"sync.guard.{name} = {bound:g}"
+        return f"sync.guard.{name} x sync.guard.experts = {bound:g} x {self.allowance:g}"

@@ -139,11 +139,15 @@ class FleetSync:
                 publish=self._shards.publish_masters,
                 codec=config.build_codec(),
                 error_feedback=config.error_feedback,
-                guard=Guard(config.guard.warn, config.guard.refuse) if config.guard else None,
+                guard=self._guard(domain),
                 among=domain.among,
             )
         except ValueError as error:
             raise ConfigError(f"sync: {error}") from None
+
+    def _guard(self, domain: Domain) -> Guard | None:
+        guard = self.config.guard
+        return guard and Guard(guard.warn, guard.refuse, guard.experts if domain.experts else 1.0)
 
     def _outer(self) -> OuterSGD:
         outer = self.config.outer

@@ -12,6 +12,7 @@ import torch
 from moe_fragment.fabric import Fabric, FleetError
 from moe_fragment.fabric.wire import Frame, kind_name
 from moe_fragment.sync import Guard, OuterSGD, ParameterSync, Rounds
+from moe_fragment.sync.guard import Divergence
 from tests.fabric.pair import fabrics, group_of, together
 from tests.sync.copies import AVERAGE, SIZES, Copy, read_piece, stored, swallow_trunk, synced
 
@@ -282,3 +283,11 @@ def test_fragment_follows_from_the_shared_step(cut: int) -> None:
     assert first == second
     assert [fragment for _, fragment, _ in first] == [0, 1, 0, 1]
     assert one == other
+
+
+def test_guard_allows_copies_of_experts_more() -> None:
+    apart = Divergence(distance=1.2, cosine=0.1)
+    judged = Guard(0.1, 0.4, allowance=4.0).judge(apart, 64)
+    assert (judged.every, judged.refuses) == (32, False)
+    assert "sync.guard.warn x sync.guard.experts = 0.1 x 4" in judged.reason
+    assert Guard(0.1, 0.4).judge(apart, 64).refuses
