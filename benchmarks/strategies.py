@@ -1,12 +1,13 @@
 """Time to the same loss: trunk strategies against a synchronous all-reduce, on links scaled to a large model's.
 
 What is slow between clusters is a ratio: the seconds an exchange takes over the seconds a step computes. A model with
-12 billion parameters whose clusters all-reduce bf16 gradients sends 24 GB each way (a ring over two clusters; over four
-it would be 36 GB): 96 s at 2 Gbit/s, 38 s at 5 Gbit/s. A step over 2**20 tokens is 6 x 12e9 x 2**20 = 7.5e16 FLOP,
-3.0 s on 64 H100 at 40 % of their 989 TFLOP/s (dense bf16). So an exchange takes as long as 32 or 13 steps compute. This
-program measures a small model's step on this machine, and gives the emulated link between two clusters the bandwidth
-at which the same all-reduce of that model takes 32 or 13 of its steps; latencies (80 ms and 20 ms round trip) shrink
-with the step.
+12 billion parameters whose C clusters all-reduce bf16 gradients sends 2 (C - 1) / C x 24 GB out of each of them: 24, 32
+and 36 GB for 2, 3 and 4 clusters. That takes 96, 128 and 144 s where a cluster has 2 Gbit/s to all others together,
+38 to 58 s at 5. A step of a cluster over 2**20 tokens is 6 x 12e9 x 2**20 = 7.5e16 FLOP, 3.0 s on 64 H100 at 40 % of
+their 989 TFLOP/s (dense bf16). So an exchange takes as long as 32, 43 and 48, or 13 to 19 steps compute. This program
+measures a small model's step on this machine, and gives the emulated links (each an equal part of what its cluster has)
+the bandwidth at which the same all-reduce of that model takes as many of its steps; latencies (80 ms and 20 ms round
+trip) shrink with the step.
 
 Every cluster holds all experts and tokens stay at home, so that a step sends nothing but what the strategy sends. The
 reference sends every parameter's gradient in bf16 after backward; overlapping the two could save it one step's
@@ -14,13 +15,14 @@ computing in 13 or 32. The strategies get more steps, each a cosine schedule ove
 reference's last evaluation loss. Published for comparison: more than 20 times faster at the same loss, 12 billion
 parameters in four regions on 2 to 5 Gbit/s (Decoupled DiLoCo).
 
-Not here: accelerators, a real WAN, more than two clusters, and whether a large model needs as many more steps as this
-one does.
+Not here: accelerators, a real WAN, and whether a large model needs as many more steps as this one does. All clusters
+compute on this machine's cores, so a step of four takes longer than one of two; the links follow.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 from dataclasses import dataclass
@@ -40,8 +42,10 @@ PARAMETERS = 12e9
 STEP_TOKENS = 2**20
 FLOP_PER_S = 64 * 989e12 * 0.4
 LARGE_STEP_S = 6 * PARAMETERS * STEP_TOKENS / FLOP_PER_S
-LARGE_BYTES = 2 * PARAMETERS
-"""Each way, of a ring over two clusters in bf16."""
+BF16_BYTES = 2
+NAMES = ("alpha", "beta", "gamma", "delta")
+MIXTURES = ({"prose": 0.8, "code": 0.2}, {"prose": 0.2, "code": 0.8})
+"""Of every other cluster."""
 REFERENCE = "allreduce bf16"
 OUTER = {"learning_rate": 0.7, "momentum": 0.5}
 """Less momentum than published: with a few dozen merges .9 costs much loss (docs/compression.md)."""
@@ -59,45 +63,56 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "decoupled, int4": {"strategy": "decoupled", "every": 32, "outer": OUTER, "overlap": 5, "codec": "int4"},
 }
 """H is 32."""
+LONGER = {"decoupled, int4": 2.0}
+"""Strategies that get more steps still, and how many times as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wan:
-    """A link of the large model's, one way in Gbit/s, round trip in milliseconds."""
+    """What a cluster of the large model has: Gbit/s to all others together, each way; round trip in milliseconds."""
 
     gbps: float
     rtt_ms: float
 
-    @property
-    def steps_per_exchange(self) -> float:
+    def steps_per_exchange(self, clusters: int) -> float:
         """Seconds of an all-reduce over seconds of a step."""
-        return LARGE_BYTES * 8 / (self.gbps * 1e9) / LARGE_STEP_S
+        return exchange_bytes(PARAMETERS, clusters) * 8 / (self.gbps * 1e9) / LARGE_STEP_S
 
-    def scaled(self, step_s: float, exchange_bytes: float) -> dict[str, Any]:
+    def scaled(self, clusters: int, step_s: float, parameters: float) -> dict[str, Any]:
         """The topology in which a small model's exchange takes as many of its steps.
 
         Args:
+            clusters: how many.
             step_s: seconds that a step of the small model computes.
-            exchange_bytes: what its all-reduce sends each way.
+            parameters: of the small model.
         """
-        bits_per_s = 8 * exchange_bytes / (self.steps_per_exchange * step_s)
-        return {
-            "clusters": [{"name": name, "processes": 1} for name in ("alpha", "beta")],
-            "links": [
-                {
-                    "between": ["alpha", "beta"],
-                    "bandwidth": f"{bits_per_s / 1e6:.4f} Mbit/s",
-                    "rtt": f"{self.rtt_ms * step_s / LARGE_STEP_S:.4f} ms",
-                }
-            ],
-        }
+        exchange_s = self.steps_per_exchange(clusters) * step_s
+        bits_per_s = 8 * exchange_bytes(parameters, clusters) / exchange_s / (clusters - 1)
+        return fleet_of(
+            clusters, f"{bits_per_s / 1e6:.4f} Mbit/s", f"{self.rtt_ms * step_s / LARGE_STEP_S:.4f} ms"
+        )
+
+
+def exchange_bytes(parameters: float, clusters: int) -> float:
+    """What leaves each cluster in an all-reduce of bf16 gradients."""
+    return 2 * (clusters - 1) / clusters * BF16_BYTES * parameters
+
+
+def fleet_of(clusters: int, bandwidth: str, rtt: str) -> dict[str, Any]:
+    """Clusters of one process each, a link between any two."""
+    names = NAMES[:clusters]
+    pairs = itertools.combinations(names, 2)
+    return {
+        "clusters": [{"name": name, "processes": 1} for name in names],
+        "links": [{"between": list(pair), "bandwidth": bandwidth, "rtt": rtt} for pair in pairs],
+    }
 
 
 WANS = (Wan(gbps=2, rtt_ms=80), Wan(gbps=5, rtt_ms=20))
 
 
 def sweep_of(
-    home: Path, name: str, runs: dict[str, dict[str, Any]], topology: dict[str, Any] | None
+    home: Path, name: str, runs: dict[str, dict[str, Any]], topology: dict[str, Any], *, emulate: bool
 ) -> Sweep:
     """A sweep over the model of recipes/sweeps/compression.yaml.
 
@@ -105,12 +120,17 @@ def sweep_of(
         home: where its file and its runs go.
         name: of the sweep.
         runs: label to changes.
-        topology: links to emulate; None for links as fast as the machine.
+        topology: the fleet.
+        emulate: whether its links are, or are as fast as the machine.
     """
     shipped = yaml.safe_load((ROOT / "recipes" / "sweeps" / "compression.yaml").read_text())
-    changes = {**shipped["set"], "fabric.emulate": topology is not None}
-    if topology is not None:
-        changes["topology"] = topology
+    names = [cluster["name"] for cluster in topology["clusters"]]
+    changes = {
+        **shipped["set"],
+        "fabric.emulate": emulate,
+        "topology": topology,
+        "data.mixture": dict(zip(names, itertools.cycle(MIXTURES), strict=False)),
+    }
     data = {
         "name": name,
         "out": str(home),
@@ -133,8 +153,8 @@ def run(sweep: Sweep) -> None:
         raise SweepError(f"run {sweep.jobs[0].label} failed")
 
 
-def calibrate(home: Path) -> tuple[float, float]:
-    """Seconds that a step of the small model computes, and what its bf16 all-reduce sends.
+def calibrate(home: Path, clusters: int) -> tuple[float, float]:
+    """Seconds that a step of the small model computes, and how many parameters it has.
 
     The lowest decile of 90 steps that send nothing: other jobs on the machine make a step longer, never shorter.
     """
@@ -144,35 +164,38 @@ def calibrate(home: Path) -> tuple[float, float]:
             "sync": {"strategy": "teleport", "every": 1000, "guard": {"warn": 9, "refuse": 9}},
         }
     }
-    sweep = sweep_of(home, "calibration", alone, None)
+    links = fleet_of(clusters, "1 Gbit/s", "1 ms")
+    sweep = sweep_of(home, f"calibration-{clusters}", alone, links, emulate=False)
     run(sweep)
     (job,) = sweep.jobs
     steps = RunLog(job.recipe.run_directory).steps
     step_s = float(steps[steps["step"].between(10, 99)].groupby("step")["step_s"].max().quantile(0.1))
-    return step_s, plain_bytes_per_step(job) / 2 / 2  # of one cluster; half of fp32
+    return step_s, plain_bytes_per_step(job) / (2 * (clusters - 1)) / 4
 
 
 def measure(
-    home: Path, wan: Wan, step_s: float, exchange_bytes: float, steps: int, longer: float
+    home: Path, wan: Wan, clusters: int, step_s: float, parameters: float, steps: int, longer: float
 ) -> list[dict[str, Any]]:
     """A row per strategy over one link.
 
     Args:
         home: for the runs.
-        wan: the large model's link.
-        step_s, exchange_bytes: of the small model, see `calibrate`.
+        wan: what the large model's clusters have.
+        clusters: how many.
+        step_s, parameters: of the small model, see `calibrate`.
         steps: of the reference.
         longer: how many times as many the others get.
     """
     runs = {
         label: {
             "sync": sync,
-            "train.steps": steps if label == REFERENCE else round(steps * longer),
+            "train.steps": steps if label == REFERENCE else round(steps * longer * LONGER.get(label, 1.0)),
             "train.eval_every": 20,
         }
         for label, sync in STRATEGIES.items()
     }
-    sweep = sweep_of(home, f"wan-{wan.gbps:g}", runs, wan.scaled(step_s, exchange_bytes))
+    links = wan.scaled(clusters, step_s, parameters)
+    sweep = sweep_of(home, f"wan-{wan.gbps:g}-{clusters}", runs, links, emulate=True)
     run(sweep)
     table = build_table(sweep)
     curves = {
@@ -189,6 +212,7 @@ def measure(
         waited_s = row["wan_wait_s"] / row["steps"]
         rows.append(
             {
+                "clusters": clusters,
                 "gbps": wan.gbps,
                 "rtt_ms": wan.rtt_ms,
                 "strategy": label,
@@ -213,6 +237,7 @@ def measure(
 
 
 COLUMNS = {
+    "clusters": "{clusters}",
     "link of the 12 B model": "{gbps:g} Gbit/s, {rtt_ms:g} ms",
     "strategy": "{strategy}",
     "kB a step": "{kb:,.1f}",
@@ -249,6 +274,9 @@ def main() -> None:
   undisturbed    the same if every step had computed as long as the quickest tenth did while nothing was sent; other
                  jobs on the machine lengthen computing, but not the emulated link's transfers""",
     )
+    parser.add_argument(
+        "--clusters", type=int, nargs="+", default=[2, 3, 4], choices=[2, 3, 4], help="fleets to try (2 3 4)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="of the reference (200)")
     parser.add_argument("--longer", type=float, default=1.5, help="times as many steps for the others (1.5)")
     parser.add_argument(
@@ -258,16 +286,16 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        step_s, exchange_bytes = calibrate(home)
-        if options.step_ms:
-            step_s = options.step_ms / 1e3
-        say(
-            f"strategies: a step computes {1e3 * step_s:.1f} ms, an all-reduce sends {exchange_bytes / 1e3:,.0f} kB"
-        )
         rows = []
-        for wan in WANS:
-            say(f"strategies: {wan.gbps:g} Gbit/s, an exchange takes {wan.steps_per_exchange:.1f} steps")
-            rows += measure(home, wan, step_s, exchange_bytes, options.steps, options.longer)
+        for clusters in options.clusters:
+            step_s, parameters = calibrate(home, clusters)
+            if options.step_ms:
+                step_s = options.step_ms / 1e3
+            say(f"strategies: {clusters} clusters, a step computes {1e3 * step_s:.1f} ms")
+            for wan in WANS:
+                exchange = wan.steps_per_exchange(clusters)
+                say(f"strategies: {wan.gbps:g} Gbit/s, an exchange takes as long as {exchange:.1f} steps")
+                rows += measure(home, wan, clusters, step_s, parameters, options.steps, options.longer)
     print(json.dumps({"benchmark": "strategies", "rows": rows}) if options.json else render(rows))
 
 

@@ -37,6 +37,11 @@ class Codec:
         return self.values.lossless and not self.sparse
 
     @property
+    def cast(self) -> torch.dtype | None:
+        """A dtype with the range of fp32 that every value is rounded to, so that sums may travel like contributions."""
+        return self.values.cast if not self.sparse else None
+
+    @property
     def value_bits(self) -> int:
         """Bits of a value that travels, without scales and indices; two or less want error feedback."""
         return self.values.value_bits

@@ -26,6 +26,8 @@ class ValueFormat(Section):
 
     lossless: ClassVar[bool] = False
     """Whether decoding gives back every bit."""
+    cast: ClassVar[torch.dtype | None] = None
+    """A dtype with the range of fp32 that values are rounded to, if that is all there is to it."""
 
     @property
     @abstractmethod

@@ -29,15 +29,26 @@ Among = Sequence[int]
 
 
 def all_reduce(
-    rail: Rail, cluster: int, clusters: int, vector: torch.Tensor, channel: str, among: Among
+    rail: Rail,
+    cluster: int,
+    clusters: int,
+    vector: torch.Tensor,
+    channel: str,
+    among: Among,
+    wire: torch.dtype | None = None,
 ) -> None:
-    """Sum `vector` (1-D, host memory) in place: each cluster sums one piece in cluster order and hands it round."""
+    """Sum `vector` (1-D, host memory) in place: each cluster sums one piece in cluster order and hands it round.
+
+    What travels is rounded to `wire`, contributions and sums; the adding is in the vector's own dtype.
+    """
     if cluster not in among:
         _idle(rail, clusters, channel, 2)
         return
     bounds = [vector.numel() * index // len(among) for index in range(len(among) + 1)]
-    pieces = dict(zip(among, (vector[low:high] for low, high in pairwise(bounds)), strict=True))
-    own, size = pieces[cluster], vector.element_size()
+    wire = wire or vector.dtype
+    rounded = vector.to(wire)
+    pieces = dict(zip(among, (rounded[low:high] for low, high in pairwise(bounds)), strict=True))
+    own, size = pieces[cluster], wire.itemsize
     empty = as_bytes(vector[:0])
     heard = rail.exchange(
         "trunk",
@@ -48,9 +59,10 @@ def all_reduce(
         source=among,
     )
     heard[cluster] = as_bytes(own).clone()
-    own.zero_()
+    total = torch.zeros_like(own, dtype=vector.dtype)
     for peer in among:
-        own += from_bytes(heard[peer], vector.dtype)
+        total += from_bytes(heard[peer], wire)
+    own.copy_(total)
     heard = rail.exchange(
         "trunk",
         [as_bytes(own)] * clusters,
@@ -61,7 +73,9 @@ def all_reduce(
     )
     for peer, piece in pieces.items():
         if peer != cluster:
-            piece.copy_(from_bytes(heard[peer], vector.dtype))
+            piece.copy_(from_bytes(heard[peer], wire))
+    if rounded is not vector:
+        vector.copy_(rounded)
 
 
 def all_gather(

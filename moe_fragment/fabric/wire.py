@@ -47,7 +47,7 @@ class Frame:
         return (self.step, self.sequence, self.kind) == (other.step, other.sequence, other.kind)
 
 
-KINDS = ("dispatch", "combine", "trunk", "verdict")
+KINDS = ("dispatch", "combine", "trunk", "verdict", "heal")
 
 
 def kind_name(kind: int) -> str:

@@ -5,7 +5,9 @@ from moe_fragment.observe.layout import (
     SCALARS,
     STEP_DISCARDED,
     STEP_SKIPPED,
+    SYNC_FAILED,
     SYNC_POISONED,
+    SYNC_REFUSED,
     RunLogError,
 )
 from moe_fragment.observe.report import print_report, render, report
@@ -17,7 +19,9 @@ __all__ = [
     "SCALARS",
     "STEP_DISCARDED",
     "STEP_SKIPPED",
+    "SYNC_FAILED",
     "SYNC_POISONED",
+    "SYNC_REFUSED",
     "RunLog",
     "RunLogError",
     "RunWriter",

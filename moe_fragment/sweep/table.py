@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_fragment.observe import STEP_SKIPPED, RunLog
+from moe_fragment.observe import STEP_SKIPPED, SYNC_FAILED, SYNC_REFUSED, RunLog
 from moe_fragment.sweep.config import Job, Sweep, resolved, written
 from moe_fragment.sweep.run import failure
 from moe_fragment.train.checkpoint import Checkpoint, CheckpointError, checkpoint_path
@@ -224,7 +224,7 @@ def merges_of(log: RunLog) -> pd.DataFrame:
     """Every step in which trunk copies were compared: how far apart they were, and whether the guard refused."""
     own = log.steps[log.steps["cluster"] == log.present[0]]
     compared = own[own["trunk_distance"].notna()] if "trunk_distance" in own else own.iloc[:0]
-    refused = log.events.loc[log.events["kind"] == "sync_refused", "step"]
+    refused = log.events.loc[log.events["kind"] == SYNC_REFUSED, "step"]
     frame = compared.reindex(columns=list(_MERGE)).reset_index(drop=True)
     return frame.assign(refused=frame["step"].isin(refused))
 
@@ -234,7 +234,7 @@ def _of_merges(merges: pd.DataFrame, log: RunLog) -> dict[str, Any]:
     row: dict[str, Any] = {
         "merges": len(merges) - refused,
         "refused": refused,
-        "failed_merges": log.events.loc[log.events["kind"] == "sync_failed", "step"].nunique(),
+        "failed_merges": log.events.loc[log.events["kind"] == SYNC_FAILED, "step"].nunique(),
     }
     for name in ("codec_error", "trunk_distance", "trunk_cosine"):
         row[name] = float(merges[name].mean())

@@ -1,6 +1,6 @@
 """Sync: keeping the copies of the trunk, and of replicated experts, together."""
 
-from moe_fragment.sync.asynchronous import AsynchronousSync
+from moe_fragment.sync.asynchronous import HOST, AsynchronousSync
 from moe_fragment.sync.canonical import CanonicalVector, Run
 from moe_fragment.sync.config import SyncConfig
 from moe_fragment.sync.gradient import GradientSync
@@ -15,6 +15,7 @@ from moe_fragment.sync.syncer import Policy
 from moe_fragment.sync.vector import Crew, RailVector
 
 __all__ = [
+    "HOST",
     "AsynchronousSync",
     "CanonicalVector",
     "Crew",

@@ -3,7 +3,8 @@
 DeepSpeed has already reduced the gradient inside each cluster and left every rank with the runs it owns. Each gateway
 takes its interval over its rail, and the sums go back. Without a codec the sum is exact: a hierarchical all-reduce (2
 (C - 1) / C of the vector leaves each cluster) or a butterfly (log2 C of it). With one, every cluster sends its encoded
-interval to all others, and all decode and add the same bytes in the same order. Trunk copies stay equal to the bit.
+interval to all others, and all decode and add the same bytes in the same order; but bf16 among three or more is reduced
+like exact sums, as C - 1 encoded vectors would be more than that. Trunk copies stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class GradientSync:
         self.among = among if among is not None else self._fabric.everybody
         self._butterfly = butterfly
         self._codec = None if codec is None or codec.lossless else codec
+        self._wire: torch.dtype | None = None
+        if self._codec is not None and error_feedback is None and len(self.among) > 2:
+            self._wire = self._codec.cast
         self._divide_by: DivideBy = divide_by
         self._feedback: ErrorFeedback | None = None
         if self._codec is not None and error_feedback is not None and self._fabric.is_gateway:
@@ -68,14 +72,22 @@ class GradientSync:
         interval = self._vector.collect(flats)
         squared = 0.0
         if self._fabric.is_gateway:
-            interval = self._exact(interval) if self._codec is None else self._encoded(interval, seed)
+            if self._codec is None or self._wire is not None:
+                interval = self._summed(interval)
+            else:
+                interval = self._encoded(interval, seed)
             squared = float(interval.double().square().sum())
         self._vector.distribute(interval, flats)
         return squared
 
-    def _exact(self, interval: torch.Tensor) -> torch.Tensor:
-        act = butterfly if self._butterfly else all_reduce
-        self._fabric.collective(act, interval, "trunk", self.among).wait()
+    def _summed(self, interval: torch.Tensor) -> torch.Tensor:
+        if self._butterfly:
+            self._fabric.collective(butterfly, interval, "trunk", self.among).wait()
+            return interval
+        if self._wire is not None:
+            lost = interval - interval.to(self._wire)
+            self.codec_loss = float(lost.double().square().sum()), float(interval.double().square().sum())
+        self._fabric.collective(all_reduce, interval, "trunk", self.among, self._wire).wait()
         return interval
 
     def _encoded(self, interval: torch.Tensor, seed: int) -> torch.Tensor:

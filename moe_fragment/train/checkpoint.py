@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,12 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"{_PREFIX}{step:08d}"
 
 
+def partial_path(run: Path, step: int) -> Path:
+    """Where the files of a checkpoint gather until it is complete."""
+    final = checkpoint_path(run, step)
+    return final.with_name(f"{final.name}.partial")
+
+
 def saved_steps(run: Path) -> list[int]:
     """Steps of the complete checkpoints in a cluster's run directory, oldest first."""
     return sorted(
@@ -125,7 +131,7 @@ def save(
         CheckpointError: the disk is full or not writable for any rank (all raise); earlier ones are untouched.
     """
     final = checkpoint_path(run, manifest.step)
-    partial = final.with_name(f"{final.name}.partial")
+    partial = partial_path(run, manifest.step)
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     gather(None)
@@ -143,6 +149,26 @@ def save(
     if failed:
         raise CheckpointError(f"{final}: cannot be written ({failed}); earlier checkpoints are untouched")
     return final
+
+
+def adopt(run: Path, manifest: Manifest, parts: Sequence[Path]) -> None:
+    """Complete a checkpoint from tensor files that somebody else has written into its `partial_path`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the disk is full.
+    """
+    files = []
+    for path in parts:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                files.append({"name": path.name, **_seal(path), "tensors": sorted(opened.keys())})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    outcome = _attempt(_finish, run, partial_path(run, manifest.step), manifest, files, None, None)
+    if "error" in outcome:
+        raise CheckpointError(
+            f"{checkpoint_path(run, manifest.step)}: cannot be written ({outcome['error']})"
+        )
 
 
 def _attempt(act: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -230,7 +256,16 @@ class Checkpoint:
                 f"{path}: {size} bytes, expected {file['bytes']}; use an earlier checkpoint"
             )
 
-    def _tensor(self, file: str, key: str) -> torch.Tensor:
+    def verify(self) -> None:
+        """Check the hash of every file now.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for file in self._hashes:
+            self._opened(file)
+
+    def _opened(self, file: str) -> Any:
         if file not in self._files:
             path = self.path / file
             if _hash(path) != self._hashes[file]:
@@ -239,7 +274,11 @@ class Checkpoint:
                 self._files[file] = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise CheckpointError(f"{path}: {error}") from None
-        return self._files[file].get_tensor(key)
+        return self._files[file]
+
+    def _tensor(self, file: str, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._opened(file).get_tensor(key)
+        return tensor
 
     def read(self, kind: str, name: str, offset: int, size: int) -> torch.Tensor:
         """Elements [offset, offset + size) of a canonical parameter's weight or moment.

@@ -12,22 +12,27 @@ from moe_fragment.placement import Placement
 from moe_fragment.train.checkpoint import Checkpoint, CheckpointError
 
 
-def newest_common(run: str, clusters: Sequence[str], saved: Sequence[Sequence[int]]) -> int | None:
-    """The newest step that all clusters have saved; None when none of them has saved any.
+def newest_common(
+    run: str, clusters: Sequence[str], saved: Sequence[Sequence[int]]
+) -> tuple[int | None, list[int]]:
+    """The newest step that all clusters have saved which have saved any; and the indices of those that have not.
 
     Args:
         run: its name.
         clusters: their names.
         saved: steps of each.
 
+    Returns:
+        None and nobody when no cluster has saved any.
+
     Raises:
         FleetError: there are checkpoints, but no common one.
     """
-    common = set(saved[0]).intersection(*map(set, saved[1:]))
-    if common:
-        return max(common)
     if not any(saved):
-        return None
+        return None, []
+    common = set.intersection(*(set(steps) for steps in saved if steps))
+    if common:
+        return max(common), [cluster for cluster, steps in enumerate(saved) if not steps]
     each = ", ".join(f"{name} {list(steps)}" for name, steps in zip(clusters, saved, strict=True))
     raise FleetError(f"run {run} has checkpoints, but none that all clusters have: {each}")
 

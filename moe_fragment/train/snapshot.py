@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moe_fragment.sync.state import FEEDBACK, LOST, Reader
 from moe_fragment.train.checkpoint import Checkpoint
 from moe_fragment.train.random_state import RANDOM_KINDS, random_state, restore_random_state
 from moe_fragment.train.state import own_ranges, restore
@@ -40,6 +41,19 @@ def restore_rank(checkpoint: Checkpoint, shards: ZeroShards, model: nn.Module, r
         if stored is not None:
             buffer.copy_(stored)
     restore_random_state({kind: checkpoint.extra(_random_key(kind, rank)) for kind in RANDOM_KINDS})
+
+
+def sync_reader(checkpoint: Checkpoint) -> Reader:
+    """Reads the sync's state; where nothing is stored about what codecs owe, they owe nothing.
+
+    That is so when a cluster got its checkpoint from another, and when error feedback was turned on since.
+    """
+    owed = {FEEDBACK, LOST} - checkpoint.kinds
+
+    def read(kind: str, name: str, offset: int, size: int) -> torch.Tensor:
+        return torch.zeros(size) if kind in owed else checkpoint.read(kind, name, offset, size)
+
+    return read
 
 
 def _random_key(kind: str, rank: int) -> str:

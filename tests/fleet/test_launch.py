@@ -22,6 +22,8 @@ import psutil
 import pytest
 import yaml
 
+from moe_fragment.observe import RunLog
+from moe_fragment.train.checkpoint import is_merged
 from moe_fragment.train.world import free_port
 from tests.train.runs import ROOT, recipe_for
 
@@ -120,11 +122,18 @@ def until(ready: Callable[[], Any], within_s: float, story: Callable[[], str]) -
 
 
 def write(
-    home: Path, name: str, *, sizes: tuple[int, ...] = (2, 1), fabric: Any = None, **train: Any
+    home: Path,
+    name: str,
+    *,
+    sizes: tuple[int, ...] = (2, 1),
+    fabric: Any = None,
+    sections: dict[str, Any] | None = None,
+    **train: Any,
 ) -> Path:
     """A recipe file in `home`."""
     fields = {"steps": STEPS, "checkpoint_every": 2, "eval_every": 3, **train}
-    recipe = recipe_for(home, name=name, sizes=sizes, sections={"fabric": fabric or {}}, **fields)
+    sections = {"fabric": fabric or {}, **(sections or {})}
+    recipe = recipe_for(home, name=name, sizes=sizes, sections=sections, **fields)
     path = home / f"{name}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
@@ -316,6 +325,56 @@ def test_lost_cluster_costs_no_step(home: Path) -> None:
     finally:
         coordinator.process.terminate()
         coordinator.ends(10.0)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_cluster_lost_while_a_fragment_is_under_way_gets_its_state_back(home: Path) -> None:
+    """The merge fails, the other cluster saves what it has, and gives it in the next life to the one without."""
+    link = {"between": ["ada", "bob"], "bandwidth": "1 Mbit/s", "rtt": "5 ms"}
+    sections = {
+        "placement": {"policy": "replicated", "table": None},
+        "experts": {"exchange": "local"},
+        "sync": {"strategy": "streaming_diloco", "every": 24, "fragments": 1, "overlap": 20},
+        "topology": {"links": [link]},
+    }
+    quick = {"heartbeat_timeout": "2 s", "exchange_timeout": "8 s", "quorum_timeout": "10 s", "emulate": True}
+    recipe = write(
+        home,
+        "unfinished",
+        sizes=(1, 1),
+        sections=sections,
+        fabric=quick,
+        steps=96,
+        checkpoint_every=0,
+        eval_every=0,
+    )
+
+    def clusters(address: str) -> list[Command]:
+        return [one_cluster(home, recipe, name, 1, address) for name in ("ada", "bob")]
+
+    coordinators = [Command(home, "moe-fragment", "coordinator", "--clusters", 2, "--json") for _ in range(2)]
+    try:
+        ada, bob = clusters(address_of(coordinators[0]))
+        until(lambda: len(losses(home, "unfinished").get("ada", [])) > 26, RUN_S, lambda: ada.said)
+        os.killpg(bob.process.pid, signal.SIGKILL)
+        assert ada.ends(90.0) == 1, ada.said
+        (saved,) = steps_in(home / "unfinished" / "ada" / "checkpoints")[1:]
+        assert not (home / "unfinished" / "bob" / "checkpoints").exists()
+        for command in clusters(address_of(coordinators[1])):
+            assert command.ends() == 0, command.said
+    finally:
+        for coordinator in coordinators:
+            coordinator.process.terminate()
+            coordinator.ends(10.0)
+    log = RunLog(home / "unfinished")
+    kinds = {cluster: list(events["kind"]) for cluster, events in log.events.groupby("cluster")}
+    assert "sync_failed" in kinds["ada"], "the kill was to hit a fragment under way"
+    assert "healed" in kinds["bob"]
+    assert log.steps.groupby("cluster")["step"].agg(["min", "max"]).to_dict("index") == {
+        "ada": {"min": 1, "max": 96},
+        "bob": {"min": saved + 1, "max": 96},
+    }
+    assert all(is_merged(home / "unfinished" / name, 96) for name in ("ada", "bob"))
 
 
 @pytest.mark.timeout(LIMIT_S)

@@ -235,9 +235,11 @@ def test_checkpoints_left_by_interrupted_lives(fleets: Fleets, tmp_path: Path) -
     ] * 2
 
     life = cut(tmp_path, recipe, 4, "apart-2")
-    shutil.rmtree(tmp_path / "apart-2" / "bob" / "checkpoints")
+    for cluster, steps in (("ada", (2, 3)), ("bob", (1, 4))):
+        for step in steps:
+            shutil.rmtree(tmp_path / "apart-2" / cluster / "checkpoints" / f"step-{step:08d}")
     sentence = (
-        "FleetError: run apart-2 has checkpoints, but none that all clusters have: ada [1, 2, 3, 4], bob []"
+        "FleetError: run apart-2 has checkpoints, but none that all clusters have: ada [1, 4], bob [2, 3]"
     )
     assert fleet.run(refused, life) == [[sentence, sentence], [sentence]]
 

@@ -96,6 +96,30 @@ def test_encoded_sums(codec: Any, feedback: float | None) -> None:
     assert (mean - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.parametrize("clusters", [2, 3, 4])
+def test_bf16_costs_no_more_than_a_ring(clusters: int) -> None:
+    """2 (C - 1) / C of the vector leaves a cluster, not C - 1; each contribution and each sum is rounded once."""
+    vectors = [torch.randn(TOTAL) for _ in range(clusters)]
+    rounded = torch.stack([vector.bfloat16().float() for vector in vectors]).sum(0)
+
+    def reduce(fabric: Fabric) -> Any:
+        sync = GradientSync(vector_of(fabric), codec=parse_codec("bf16"))
+        flats = cut_up(fabric, vectors[fabric.cluster])
+        fabric.begin_step(0)
+        fabric.meter.drain()
+        squared = sync.reduce(flats)
+        sent = sum(traffic.sent for traffic in fabric.meter.drain().values())
+        flats_nan = cut_up(fabric, vectors[0] * (torch.nan if fabric.cluster == 1 else 1.0))
+        return whole(flats), squared, sent, sync.codec_loss, sync.reduce(flats_nan)
+
+    results = together(fabrics(clusters), reduce)
+    first = results[0][0]
+    assert all(torch.equal(first, other) and math.isnan(poisoned) for other, *_, poisoned in results)
+    torch.testing.assert_close(first, rounded, rtol=2**-8, atol=1e-6)
+    assert sum(sent for *_, sent, _, _ in results) == 2 * (clusters - 1) * 2 * TOTAL
+    assert all(0 < loss[0] < 1e-5 * loss[1] for *_, loss, _ in results)
+
+
 def test_contributors_divide_sparse_sums() -> None:
     """Disjoint supports: over contributors, an element that one of two clusters sent counts as if both had."""
     spikes = torch.zeros(2, TOTAL)

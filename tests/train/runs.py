@@ -123,23 +123,24 @@ _lives = itertools.count()
 @contextlib.contextmanager
 def run_on(rank: Rank, recipe: dict[str, Any]) -> Iterator[Any]:
     """A `ClusterRun` on the test fleet's fabric, which it neither joins nor leaves."""
-    from moe_fragment.train import run as module
+    from moe_fragment.train import life
     from moe_fragment.train.peers import Peer
+    from moe_fragment.train.run import ClusterRun
     from moe_fragment.train.world import World
 
-    fabric, life = rank.fabric, next(_lives)
+    fabric, number = rank.fabric, next(_lives)
     gather = fabric.gather
     cluster = NAMES[rank.place.cluster]
     world = World(cluster, rank.place.rank, rank.place.size, coordinator="")
     watch = SimpleNamespace(this=Peer.this(cluster, rank.place.rank), peers=[])
     with (
-        mock.patch.object(module, "connect", return_value=fabric),
+        mock.patch.object(life, "connect", return_value=fabric),
         # The coordinator's store remembers: every life of a run needs names of its own.
-        mock.patch.object(fabric, "gather", lambda key, value: gather(f"life {life} {key}", value)),
+        mock.patch.object(fabric, "gather", lambda key, value: gather(f"life {number} {key}", value)),
         mock.patch.object(fabric, "close"),
     ):
         fabric.meter.drain()
-        run = module.ClusterRun(load(recipe), world, watch)  # type: ignore[arg-type]
+        run = ClusterRun(load(recipe), world, watch)  # type: ignore[arg-type]
         try:
             yield run
         finally:

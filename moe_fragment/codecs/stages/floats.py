@@ -61,6 +61,7 @@ class Bf16(_Float):
     """Two bytes a value, 8 significant bits over the range of fp32."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
+    cast: ClassVar[torch.dtype | None] = torch.bfloat16
 
 
 @stage("fp16")
