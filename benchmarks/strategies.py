@@ -51,7 +51,9 @@ OUTER = {"learning_rate": 0.7, "momentum": 0.5}
 """Less momentum than published: with a few dozen merges .9 costs much loss (docs/compression.md)."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     REFERENCE: {"codec": "bf16"},
+    "butterfly": {"strategy": "butterfly", "every": 32},
     "local_sgd, int4": {"strategy": "local_sgd", "every": 32, "codec": "int4"},
+    "teleport": {"strategy": "teleport", "every": 64},
     "diloco, int4": {"strategy": "diloco", "every": 32, "outer": OUTER, "codec": "int4"},
     "streaming, int4": {
         "strategy": "streaming_diloco",
@@ -61,9 +63,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "codec": "int4",
     },
     "decoupled, int4": {"strategy": "decoupled", "every": 32, "outer": OUTER, "overlap": 5, "codec": "int4"},
+    "parameter_server, int4": {"strategy": "parameter_server", "every": 32, "codec": "int4"},
 }
-"""H is 32."""
-LONGER = {"decoupled, int4": 2.0}
+"""H is 32, of teleport 64 at first. Butterfly and teleport send all bits."""
+LONGER = {"decoupled, int4": 2.0, "parameter_server, int4": 2.0}
 """Strategies that get more steps still, and how many times as many."""
 
 
@@ -277,6 +280,9 @@ def main() -> None:
     parser.add_argument(
         "--clusters", type=int, nargs="+", default=[2, 3, 4], choices=[2, 3, 4], help="fleets to try (2 3 4)"
     )
+    parser.add_argument(
+        "--gbps", type=float, nargs="+", default=[2.0, 5.0], choices=[2.0, 5.0], help="links to try (2 5)"
+    )
     parser.add_argument("--steps", type=int, default=200, help="of the reference (200)")
     parser.add_argument("--longer", type=float, default=1.5, help="times as many steps for the others (1.5)")
     parser.add_argument(
@@ -292,7 +298,7 @@ def main() -> None:
             if options.step_ms:
                 step_s = options.step_ms / 1e3
             say(f"strategies: {clusters} clusters, a step computes {1e3 * step_s:.1f} ms")
-            for wan in WANS:
+            for wan in [wan for wan in WANS if wan.gbps in options.gbps]:
                 exchange = wan.steps_per_exchange(clusters)
                 say(f"strategies: {wan.gbps:g} Gbit/s, an exchange takes as long as {exchange:.1f} steps")
                 rows += measure(home, wan, clusters, step_s, parameters, options.steps, options.longer)

@@ -161,5 +161,5 @@ def test_who_gives_what() -> None:
     holds = [["a", "x"], ["a", "y"], ["a", "x", "y"], ["a", "y"]]
     assert gifts(holds, [2], "pqrs") == {(2, 3): ["a", "y"], (2, 0): ["x"]}
     assert gifts(holds, [0, 1], "pqrs") == {(0, 2): ["a", "x"], (1, 2): ["a", "y"]}
-    with pytest.raises(FleetError, match=r"cluster r has no checkpoint, and 1 .*\(the first is x\)"):
+    with pytest.raises(FleetError, match=r"cluster p has no checkpoint, and 1 .*\(the first is x\)"):
         gifts(holds, [0, 2], "pqrs")
