@@ -89,8 +89,8 @@ class GuardConfig(Section):
 
     warn: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Above it, say so and halve the round. Default .1."""
-    refuse: float = Field(default=0.4, gt=0, allow_inf_nan=False)
-    """Above it, do not merge: every cluster keeps its own trunk and trains on. Default .4."""
+    refuse: float = Field(default=0.45, gt=0, allow_inf_nan=False)
+    """Above it, do not merge: every cluster keeps its own trunk and trains on. Default .45."""
     experts: float = Field(default=4.0, gt=0, allow_inf_nan=False)
     """How many times as far apart copies of experts may be, which train on other tokens each. Default 4."""
 
