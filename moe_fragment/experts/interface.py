@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def cross_cluster_experts_forward(
     number of tokens, zero included.
 
     Args:
-        module: experts module holding this cluster's experts only, prepared by `fragment`.
+        module: experts module holding this cluster's experts only, or this rank's of them, prepared by `fragment`.
         hidden_TD: tokens [T, D].
         ids_TK: global expert ids [T, K], int64.
         weights_TK: routing weights [T, K].
@@ -44,27 +45,37 @@ def cross_cluster_experts_forward(
     path: ExpertPath = getattr(module, ATTRIBUTE)
     if path.local_only:
         slots_TK, kept_TK = path.keep_local(ids_TK, weights_TK, training=module.training)
-        return experts(module, hidden_TD, slots_TK, kept_TK)
+        return cluster_experts(module, hidden_TD, slots_TK, kept_TK)
     dispatch = path.dispatch_preprocess(ids_TK, training=module.training)
     exchange, ticket = path.token_dispatch(dispatch, hidden_TD, weights_TK)
-    local_TD = experts(module, hidden_TD, path.local_slots(ids_TK), weights_TK)
+    local_TD = cluster_experts(module, hidden_TD, path.local_slots(ids_TK), weights_TK)
     rows_MD, slots_MK, row_weights_MK = path.dispatch_postprocess(exchange, ticket)
-    sums_MD = experts(module, rows_MD, slots_MK, row_weights_MK)
+    sums_MD = cluster_experts(module, rows_MD, slots_MK, row_weights_MK)
     ticket = path.token_combine(exchange, sums_MD)
     return path.combine_postprocess(dispatch, exchange, ticket, local_TD)
+
+
+def cluster_experts(
+    module: Any, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """Weighted sums over this cluster's experts by slot, [T, D]; collective over its ranks if they are spread."""
+    inside = getattr(module, ATTRIBUTE).inside
+    if inside is None:
+        return experts(module, hidden_TD, slots_TK, weights_TK)
+    return inside(hidden_TD, slots_TK, weights_TK, functools.partial(experts, module))
 
 
 def experts(
     module: Any, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """This cluster's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing.
+    """This rank's experts through transformers' grouped matmul; the slot `num_experts` contributes nothing.
 
     Only the P pairs with a local slot are gathered and computed: transformers would carry the others along as rows of
     zeros. Indexed and summed such that no result depends on the order of atomics.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    # A cluster without experts still takes part in every exchange, backward included.
+    # A cluster or rank without experts still takes part in every exchange, backward included.
     if not module.num_experts:
         return hidden_TD * (0.0 * weights_TK.sum(dim=-1, keepdim=True)).to(hidden_TD.dtype)
     name = FP64_IMPLEMENTATION if hidden_TD.dtype == torch.float64 else LOCAL_IMPLEMENTATION

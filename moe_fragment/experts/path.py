@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_fragment.experts.exchange import Exchange
+from moe_fragment.experts.local import LocalPath, LocalSpread
 from moe_fragment.experts.statistics import ExpertStatistics, in_recompute
 from moe_fragment.fabric import Fabric
 from moe_fragment.placement import Placement
@@ -68,15 +69,24 @@ class ExpertPath:
         placement: tables of this layer.
         layer: position among the MoE layers, for statistics.
         statistics: counters shared by all layers of the model.
+        spread: how the cluster's experts are spread over its ranks; None where each rank holds them all.
     """
 
     def __init__(
-        self, fabric: Fabric, placement: LayerPlacement, *, layer: int, statistics: ExpertStatistics
+        self,
+        fabric: Fabric,
+        placement: LayerPlacement,
+        *,
+        layer: int,
+        statistics: ExpertStatistics,
+        spread: LocalSpread | None = None,
     ) -> None:
         self.fabric = fabric
         self.placement = placement
         self.layer = layer
         self.statistics = statistics
+        self.inside = LocalPath(spread, placement.local) if spread is not None else None
+        """To the cluster's ranks that hold the experts; None where this one holds them all."""
         self.local_only = False
         """Whether tokens stay: each uses the experts of this cluster among those it chose (`exchange: local`)."""
         self._exchanges: list[weakref.ref[Exchange]] = []

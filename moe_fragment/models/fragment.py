@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_fragment.experts import IMPLEMENTATION, ExpertPath, ExpertStatistics, LayerPlacement, register
+from moe_fragment.experts import (
+    IMPLEMENTATION,
+    ExpertPath,
+    ExpertStatistics,
+    LayerPlacement,
+    LocalSpread,
+    register,
+)
 from moe_fragment.experts.interface import ATTRIBUTE
 from moe_fragment.fabric import Fabric
 from moe_fragment.models.router import routers
@@ -48,14 +55,30 @@ class Fragmented:
     cluster: int
     layers: tuple[ExpertLayer, ...]
     statistics: ExpertStatistics
+    spread: LocalSpread | None = None
+    """How the cluster's experts are spread over its ranks; None where each rank holds them all.
+
+    If they are, the parameters that hold them are attributes of their modules, but not registered ones: nothing that
+    walks over a model's parameters may take them for something that all ranks have."""
+
+    def held(self, layer: ExpertLayer) -> tuple[int, ...]:
+        """Global ids of the experts of a layer on this rank, in the order of its stacked parameters."""
+        experts = self.placement.experts_of(layer.index, self.cluster)
+        return experts if self.spread is None else self.spread.own(experts)
 
     def expert_ids(self, parameter_name: str) -> tuple[int, ...] | None:
         """Global expert ids along the first dimension of a stacked parameter; None for a trunk parameter."""
         for layer in self.layers:
             prefix, _, attribute = parameter_name.rpartition(".")
             if prefix == layer.name and attribute in _STACKED:
-                return self.placement.experts_of(layer.index, self.cluster)
+                return self.held(layer)
         return None
+
+    def stacked(self) -> Iterator[tuple[str, ExpertLayer, nn.Parameter]]:
+        """Name, layer and parameter of every stack of experts on this rank."""
+        for layer in self.layers:
+            for attribute, parameter in layer.stacked():
+                yield f"{layer.name}.{attribute}", layer, parameter
 
     def holders(self, parameter_name: str, expert: int) -> tuple[int, ...]:
         """Indices of the clusters that hold a copy of an expert of a stacked parameter."""
@@ -120,7 +143,7 @@ def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     return tuple(found)
 
 
-def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
+def fragment(model: Any, placement: Placement, fabric: Fabric, spread: LocalSpread | None = None) -> Any:
     """Keep this cluster's experts and send other tokens to where their experts live; changes `model` in place.
 
     Args:
@@ -128,6 +151,7 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
         placement: over the fabric's clusters, covering every MoE layer of the model. Copies of a replicated expert are
             used where they are nearest; keeping them together is the sync's business.
         fabric: of this rank.
+        spread: over the cluster's ranks, to keep on each only some of the cluster's experts. None keeps them all.
 
     Returns:
         the same model, with `model.fragmented` describing what was done.
@@ -143,18 +167,24 @@ def fragment(model: Any, placement: Placement, fabric: Fabric) -> Any:
     _check_placement(layers, placement, fabric)
     register()
     statistics = ExpertStatistics(len(layers), fabric.clusters, placement.num_experts)
+    fragmented = Fragmented(placement, fabric.cluster, layers, statistics, spread)
     for position, layer in enumerate(layers):
-        experts = list(placement.experts_of(layer.index, fabric.cluster))
+        experts = list(fragmented.held(layer))
         for attribute, parameter in list(layer.stacked()):
             # A cluster without experts in this layer has nothing to train; DeepSpeed cannot partition empty groups.
             trains = parameter.requires_grad and bool(experts)
             kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=trains)
-            setattr(layer.module, attribute, kept)
+            if spread is not None:
+                del layer.module._parameters[attribute]
+                layer.module.__dict__[attribute] = kept
+            else:
+                setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
         tables = LayerPlacement.of(placement, layer.index, fabric.cluster, fabric.near)
-        setattr(layer.module, ATTRIBUTE, ExpertPath(fabric, tables, layer=position, statistics=statistics))
+        path = ExpertPath(fabric, tables, layer=position, statistics=statistics, spread=spread)
+        setattr(layer.module, ATTRIBUTE, path)
     _use_cross_cluster(model, layers)
-    model.fragmented = Fragmented(placement, fabric.cluster, layers, statistics)
+    model.fragmented = fragmented
     return model
 
 

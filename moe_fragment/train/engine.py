@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_fragment.models.fragment import Fragmented
 from moe_fragment.schema import ConfigError
+from moe_fragment.train.local_experts import LocalExperts
 
 FLEET_FIELDS = {
     "optimizer": "train.learning_rate, train.weight_decay and train.betas",
@@ -118,6 +119,9 @@ def build_engine(
         config: DeepSpeed configuration, checked by `check_deepspeed_config`.
         accumulation: micro-batches per step.
         learning_rate, betas, eps, weight_decay: of AdamW; the rate is set anew before each step.
+
+    Returns:
+        DeepSpeed's engine, without clipping of its own. Its `local_experts` is None, or what this rank trains besides.
     """
     import deepspeed
 
@@ -133,4 +137,15 @@ def build_engine(
     }
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=full)
+    engine.local_experts = None
+    if fragmented.spread is not None:
+        engine.local_experts = LocalExperts(
+            fragmented,
+            torch.device(engine.device),
+            torch.bfloat16 if is_bf16(config) else torch.float32,
+            learning_rate=learning_rate,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
     return engine

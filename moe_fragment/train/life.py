@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
+
+from moe_fragment.experts import LocalSpread
 from moe_fragment.fabric import Fabric, FleetError, connect
 from moe_fragment.models.fragment import fragment
 from moe_fragment.schema import ConfigError
@@ -87,7 +90,9 @@ class Life:
         model = build_model(recipe.model, self.data.tokenizer)
         self.placement = place_model(model, recipe, self.topology)
         self.model_config = model.config.to_dict()
-        fragment(model, self.placement, self.fabric)
+        shares = recipe.local_shares(self.topology, self.world.cluster)
+        spread = LocalSpread(self.world.local_rank, shares, dist.new_group()) if shares else None
+        fragment(model, self.placement, self.fabric, spread)
         self.shapes = parameter_shapes(model)
         engine = build_engine(
             model,

@@ -140,10 +140,11 @@ def _cannot_load(pretrained: str, error: Exception) -> ConfigError:
 def parameter_shapes(model: Any) -> dict[str, list[int]]:
     """Shape of every canonical parameter of a fragmented model that is not partitioned yet."""
     shapes: dict[str, list[int]] = {}
+    fragmented = model.fragmented
     for name, parameter in nn.Module.named_parameters(model):
-        experts = model.fragmented.expert_ids(name)
-        if experts is None:
+        if fragmented.expert_ids(name) is None:
             shapes[name] = list(parameter.shape)
-        else:
-            shapes.update({expert_name(name, expert): list(parameter.shape[1:]) for expert in experts})
+    for name, layer, parameter in fragmented.stacked():
+        for expert in fragmented.placement.experts_of(layer.index, fragmented.cluster):
+            shapes[expert_name(name, expert)] = list(parameter.shape[1:])
     return shapes

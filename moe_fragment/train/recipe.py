@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
@@ -68,6 +68,10 @@ class ExpertsConfig(Section):
     exchange: Literal["tokens", "local"] = "tokens"
     """`tokens`: they travel to the experts, every step. `local`: they stay, and routing is restricted to the experts of
     their cluster; in an evaluation they travel. Default tokens."""
+    local_parallel: bool | dict[str, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = False
+    """Whether a cluster's experts are spread over its ranks, each on one, and tokens travel inside the cluster too;
+    otherwise every rank has all of them. Or: cluster to its ranks' shares of the experts, relative to each other.
+    Default false."""
 
 
 class DeepSpeedConfig(Section):
@@ -190,11 +194,19 @@ class Recipe(Section):
         for section, named in (
             ("train.shares", self.train.shares or {}),
             ("deepspeed.clusters", self.deepspeed.clusters),
+            ("experts.local_parallel", self._local_shares),
         ):
             for name in named:
                 if name not in topology.names:
                     known = ", ".join(topology.names)
                     raise ConfigError(f"{where}: {section}.{name}: unknown cluster, expected one of {known}")
+        for name, size in zip(topology.names, topology.sizes, strict=True):
+            given = len(self._local_shares.get(name, [0] * size))
+            if given != size:
+                raise ConfigError(
+                    f"{where}: experts.local_parallel.{name}: expected a share for each of the cluster's {size} ranks, "
+                    f"got {given}"
+                )
         for name in topology.names:
             config = self.deepspeed_config(name)
             check_deepspeed_config(config, f"{where}: deepspeed")
@@ -250,6 +262,18 @@ class Recipe(Section):
         config = self.deepspeed.clusters.get(cluster, self.deepspeed.config)
         assert isinstance(config, dict), "files are inlined when the recipe is read"
         return config
+
+    @property
+    def _local_shares(self) -> dict[str, list[float]]:
+        given = self.experts.local_parallel
+        return given if isinstance(given, dict) else {}
+
+    def local_shares(self, topology: Topology, cluster: str) -> list[float] | None:
+        """Each rank's share of a cluster's experts; None where every rank has them all."""
+        size = topology.sizes[topology.index(cluster)]
+        if size == 1:
+            return None
+        return [1.0] * size if self.experts.local_parallel is True else self._local_shares.get(cluster)
 
     def batches(self, topology: Topology) -> tuple[int, ...]:
         """Sequences per step of each cluster; they add up to `train.batch`.

@@ -80,7 +80,7 @@ class Stepper:
     """Runs steps on a DeepSpeed engine around a fragmented model.
 
     Args:
-        engine: DeepSpeed engine, ZeRO 1, 2 or 3, gradient clipping off.
+        engine: from `build_engine`.
         fabric: of this rank.
         fragmented: what `fragment` did to the model.
         accumulation: micro-batches per step, the same on every rank of the fleet.
@@ -109,7 +109,7 @@ class Stepper:
     ) -> None:
         self.engine = engine
         self.fabric = fabric
-        self.shards = ZeroShards(engine, fragmented)
+        self.shards = ZeroShards(engine, fragmented, engine.local_experts)
         self.statistics = fragmented.statistics
         self._accumulation = accumulation
         self._expected_tokens = max(1, expected_tokens)
@@ -145,7 +145,7 @@ class Stepper:
         self.engine.train()
         sums = self._run_micro_batches(batches)
         flats = self.shards.gradients()
-        for flat in flats:
+        for flat in flats[: self.shards.reduced]:
             flat.mul_(self._local_ranks)  # DeepSpeed averaged over the cluster's ranks
         trunk, experts = self._sync_and_measure(flats, number)
         load_LE = self._fleet_router_load()
@@ -274,7 +274,7 @@ class Stepper:
     def _apply(self, flats: list[torch.Tensor], learning_rate: float, load_LE: torch.Tensor | None) -> None:
         self.shards.set_gradients(flats)
         self.shards.set_learning_rate(learning_rate)
-        self.engine.step()
+        self.shards.step()
         if load_LE is not None:
             update_router_bias(self._model, load_LE)
 

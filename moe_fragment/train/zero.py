@@ -6,7 +6,8 @@ bf16 variant of ZeRO-1 does the same with an fp32 gradient buffer; ZeRO-3 slices
 gives access to gradients (after the boundary's backward, before `engine.step`), master weights and Adam moments. No
 collective is involved; the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
 
-A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`.
+A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`. Experts
+that are spread over the cluster's ranks are in a last flat buffer of their own, which DeepSpeed does not know of.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from moe_fragment.models.fragment import Fragmented
+from moe_fragment.train.local_experts import LocalExperts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -50,13 +52,15 @@ class ZeroShards:
     Args:
         engine: from `deepspeed.initialize`, ZeRO stage 1, 2 or 3, a torch Adam optimizer.
         fragmented: tells trunk from experts.
+        local: experts that this rank alone holds, or None.
 
     Raises:
         ValueError: a trainable parameter is in no optimizer group (it would never be trained).
     """
 
-    def __init__(self, engine: Any, fragmented: Fragmented) -> None:
+    def __init__(self, engine: Any, fragmented: Fragmented, local: LocalExperts | None = None) -> None:
         self.engine = engine
+        self._local = local
         self.zero = engine.optimizer
         self._fragmented = fragmented
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
@@ -67,6 +71,8 @@ class ZeroShards:
         for flat, (parameter, offset, size, position) in self._layout():
             seen.add(id(parameter))
             self._add(self._names[id(parameter)], _numel(parameter), flat, offset, size, position, parameter)
+        if local is not None:
+            self._add_local(local)
         missing = [
             name
             for name, parameter in engine.module.named_parameters()
@@ -93,8 +99,8 @@ class ZeroShards:
         groups = zero.bf16_groups if self._kind == "bf16" else zero.round_robin_bit16_groups
         for flat, group in enumerate(groups):
             rank = torch.distributed.get_rank(zero.real_dp_process_group[flat])
-            low = rank * self.masters()[flat].numel()
-            high = low + self.masters()[flat].numel()
+            held = self._zero_masters()[flat].numel()
+            low, high = rank * held, (rank + 1) * held
             starts = _starts(group) if self._kind == "bf16" else zero.round_robin_bit16_offsets[flat]
             for parameter, start in zip(group, starts, strict=True):
                 first, last = max(low, start), min(high, start + parameter.numel())
@@ -120,25 +126,47 @@ class ZeroShards:
                 at = position + first - offset
                 self.shards.append(Shard(canonical, first - slot * per_expert, last - first, flat, at))
 
+    def _add_local(self, local: LocalExperts) -> None:
+        placement, cluster = self._fragmented.placement, self._fragmented.cluster
+        for name, layer, parameter in self._fragmented.stacked():
+            for expert in placement.experts_of(layer.index, cluster):
+                self.canonical_sizes[expert_name(name, expert)] = parameter.shape[1:].numel()
+        flat = len(self._zero_masters())
+        for name, experts, size, start in local.layout():
+            for slot, expert in enumerate(experts):
+                self.shards.append(Shard(expert_name(name, expert), 0, size, flat, start + slot * size))
+
+    @property
+    def reduced(self) -> int:
+        """How many of the flat buffers, the first ones, hold averages over the cluster's ranks."""
+        return len(self._zero_masters())
+
     def sizes(self, *, experts: bool) -> dict[str, int]:
         """Elements of each canonical parameter, experts' or the trunk's."""
         return {name: size for name, size in self.canonical_sizes.items() if is_expert(name) == experts}
 
     def masters(self) -> list[torch.Tensor]:
         """Flat fp32 master weights of this rank."""
-        return {
+        return [*self._zero_masters(), *([self._local.master] if self._local is not None else [])]
+
+    def _zero_masters(self) -> list[torch.Tensor]:
+        held: list[torch.Tensor] = {
             "flat": lambda: self.zero.single_partition_of_fp32_groups,
             "bf16": lambda: self.zero.fp32_groups_flat_partition,
             "zero3": lambda: self.zero.fp32_partitioned_groups_flat,
         }[self._kind]()
+        return held
 
     def gradients(self) -> list[torch.Tensor]:
-        """Flat fp32 gradients, reduced inside the cluster; valid after the boundary's backward."""
+        """Flat fp32 gradients; valid after the boundary's backward. The first `reduced` are the cluster's averages."""
+        return [*self._zero_gradients(), *([self._local.gradient] if self._local is not None else [])]
+
+    def _zero_gradients(self) -> list[torch.Tensor]:
         if self._kind == "bf16":
             return list(self.zero.fp32_groups_gradient_flat_partition)
         averaged = self.zero.averaged_gradients
         flats = []
-        for flat, master in enumerate(self.masters()):
+        for flat, master in enumerate(self._zero_masters()):
             parts = [part.reshape(-1).to(master.dtype) for part in averaged[flat]]
             gradient = torch.cat(parts)
             if gradient.numel() != master.numel():
@@ -149,7 +177,11 @@ class ZeroShards:
         return flats
 
     def set_gradients(self, flats: list[torch.Tensor]) -> None:
-        """Give the optimizer these flat gradients for its next step."""
+        """Give the optimizers these flat gradients for their next step."""
+        if self._local is not None:
+            *flats, own = flats
+            if own is not self._local.gradient:
+                self._local.gradient.copy_(own)
         if self._kind == "bf16":
             for held, flat in zip(self.zero.fp32_groups_gradient_flat_partition, flats, strict=True):
                 if held is not flat:
@@ -162,28 +194,43 @@ class ZeroShards:
         """Forget the gradients of all micro-batches since the last step, as if they had not been run."""
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         self.zero.zero_grad()
+        if self._local is not None:
+            self._local.gradient.zero_()
         if self._kind == "bf16":
             self.zero.clear_hp_grads()
         else:
-            for index in range(len(self.masters())):
+            for index in range(self.reduced):
                 self.zero.averaged_gradients[index] = None
         if self._kind == "flat":
-            for index in range(len(self.masters())):
+            for index in range(self.reduced):
                 self.zero.all_grad_tensors[index] = None
         engine.micro_steps -= engine.micro_steps % steps
 
     def set_learning_rate(self, rate: float) -> None:
         """For the next step, on all groups."""
-        for group in self.zero.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in (self.zero.optimizer, *([self._local.optimizer] if self._local is not None else [])):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def step(self) -> None:
+        """Update all weights by the gradients that are set."""
+        self.engine.step()
+        if self._local is not None:
+            self._local.step()
 
     def moments(self, flat: int) -> Mapping[str, torch.Tensor]:
         """Adam's flat moments and step count of one buffer; empty before the first step."""
-        return self.zero.optimizer.state.get(self._state_key(flat), {})
+        found: Mapping[str, torch.Tensor] = self._optimizer(flat).state.get(self._state_key(flat), {})
+        return found
 
     def set_moments(self, flat: int, moments: Mapping[str, torch.Tensor]) -> None:
         """Replace Adam's state of one buffer."""
-        self.zero.optimizer.state[self._state_key(flat)] = dict(moments)
+        self._optimizer(flat).state[self._state_key(flat)] = dict(moments)
+
+    def _optimizer(self, flat: int) -> Any:
+        return (
+            self._local.optimizer if self._local is not None and flat == self.reduced else self.zero.optimizer
+        )
 
     def _state_key(self, flat: int) -> torch.Tensor:
         return self.masters()[flat]
@@ -191,10 +238,12 @@ class ZeroShards:
     @torch.no_grad()
     def publish_masters(self) -> None:
         """Make the model's (working precision) parameters follow the master weights; collective in the cluster."""
+        if self._local is not None:
+            self._local.publish()
         if self._kind != "zero3":
             self.zero.update_lp_params()
             return
-        for index in range(len(self.masters())):
+        for index in range(self.reduced):
             self.zero._reassign_or_swap_out_partitioned_parameters(index)
         if self.zero.persistent_parameters:  # those that are not partitioned between steps: small ones
             self.zero.persistent_parameters[0].partition(self.zero.persistent_parameters)

@@ -175,6 +175,11 @@ def test_same_as_one_process(fleets: Fleets, row: Row) -> None:
     (accumulation), #37474 and pytorch#36516 (unequal shares and cluster sizes), sglang#38773 (no token at all).
     """
     scenario = scenario_of(row)
+    check_same_as_one_process(fleets, scenario, name_of(row))
+
+
+def check_same_as_one_process(fleets: Fleets, scenario: Scenario, name: str) -> None:
+    """Losses, gradients, norms, router bias, by the module's rule."""
     last = scenario.steps - 1
     histories = fleets(*scenario.sizes).run(train, scenario, (0, last))
     fleet = check_agreement(histories, scenario.steps)
@@ -191,7 +196,7 @@ def test_same_as_one_process(fleets: Fleets, row: Row) -> None:
         )
         trunk.append(worst_gradient(found, one, exact, experts=False))
         experts.append(worst_gradient(found, one, exact, experts=True))
-    print(f"PARITY {name_of(row)} loss {loss_error:.1e} norm {norm_error:.1e} {max(trunk)} {max(experts)}")
+    print(f"PARITY {name} loss {loss_error:.1e} norm {norm_error:.1e} {max(trunk)} {max(experts)}")
     assert loss_error <= LOSS_TOLERANCE
     assert norm_error <= GRADIENT_TOLERANCE
     assert max(trunk).of_allowed <= 1.0, max(trunk)
