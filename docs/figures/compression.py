@@ -79,7 +79,7 @@ NAMED = (
 def by_ratio(data: Data, figure: Figure) -> None:
     """Loss against how many times fewer trunk bytes, all runs where tokens stay and experts are replicated."""
     axes = figure.subplots()
-    local = data.runs[(data.runs["placement.policy"] == "replicated") & (data.runs["compression"] < 1e5)]
+    local = data.runs[(data.runs["placement.policy"] == "replicated") & ~data.runs.index.str.startswith("lr")]
     _reference(axes, data)
     for name, (label, colour, marker) in STRATEGIES.items():
         for coded, face in ((False, colour), (True, "white")):
@@ -99,7 +99,7 @@ def by_round(data: Data, figure: Figure) -> None:
     """Loss against H, and how far apart the copies were before a merge."""
     loss, apart = figure.subplots(1, 2)
     _reference(loss, data)
-    plain = data.runs[data.runs["sync.codec"].isna() & ~data.runs.index.str.contains("-lr|-m0|tokens")]
+    plain = data.runs[data.runs["sync.codec"].isna() & ~data.runs.index.str.contains("^lr|-lr|-m0|tokens")]
     for name in ("local_sgd", "diloco", "streaming_diloco"):
         label, colour, marker = STRATEGIES[name]
         for where, style in (("replicated", "-"), ("even", "--")):
@@ -258,14 +258,16 @@ def teleport(data: Data, figure: Figure) -> None:
     for every, colour in {"16": SKY, "64": BLUE, "150": PURPLE, "300": RED}.items():
         rows = data.merges[data.merges["run"] == f"pinned-teleport-{every}"]
         apart.plot(rows["step"], rows["trunk_distance"], color=colour, label=f"H {every} at first")
-        apart.scatter(rows["step"], rows["trunk_distance"], color=colour, s=18)
-    for bound, said in ((0.1, "warn"), (0.5, "refuse")):
+        for refused, marker, size in ((False, "o", 18), (True, "X", 60)):
+            chosen = rows[rows["refused"] == refused]
+            apart.scatter(chosen["step"], chosen["trunk_distance"], color=colour, marker=marker, s=size)
+    for bound, said in ((0.1, "warn"), (0.45, "refuse")):
         apart.axhline(bound, color=GREY, linestyle=":", linewidth=1)
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         apart.annotate(said, (0.02, bound), xytext=(0, 3), fontsize=8, color=GREY, **where)
     apart.set_xlabel("step")
     apart.set_ylabel("distance of the trunk copies before the merge")
-    apart.set_title("experts pinned: the trunk alone (no merge was refused)", fontsize=9)
+    apart.set_title("experts pinned: the trunk alone (cross: refused)", fontsize=9)
     apart.legend(fontsize=8)
     _reference(loss, data)
     for start, style, where in (("", "-", "replicated"), ("pinned-", "--", "pinned")):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import MutableMapping
@@ -199,7 +200,18 @@ def release_shared_buffers() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, and likely to be when somebody listens on it.
+
+    It lies below those that Linux gives to outgoing connections, any of which could take it meanwhile, and is drawn at
+    random, so that launches in the same instant do not agree on one.
+
+    Raises:
+        OSError: none of a hundred was free.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no free TCP port was found between 20000 and 32767")

@@ -1,0 +1,116 @@
+"""Ways to lay a model out over a cluster's ranks, against ZeRO-3 on the same ranks: tokens per second and memory.
+
+Two clusters of two ranks each, half of the experts on either. Under plain ZeRO-3 each rank of a cluster computes all of
+the cluster's experts, gathered when they are needed. Spread (`experts.local_parallel`), each rank holds and computes
+half of them, and tokens travel. The layouts are separate groups of processes that take turns of a few steps; figures
+are medians over turns, and the first turn is dropped. All see the same batches from the same weights, and the largest
+difference of their losses is printed.
+
+CPU only, and all ranks share this machine's cores: a ratio compares work per step, not what a cluster would do. Memory
+is what a rank has at its peak above what it had before the model was built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks import fleet
+from benchmarks.fleet import Wiring, say
+from benchmarks.training import MODELS, Case, build_fragmented, turn_fragmented
+
+SIZES = (2, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a cluster's ranks hold the model."""
+
+    stage: int
+    spread: bool
+
+
+REFERENCE = "ZeRO-3"
+LAYOUTS = {
+    REFERENCE: Layout(3, spread=False),
+    "spread, ZeRO-3": Layout(3, spread=True),
+    "spread, ZeRO-1": Layout(1, spread=True),
+    "ZeRO-1": Layout(1, spread=False),
+}
+
+
+def measure(case: Case, turns: int, steps: int) -> list[dict[str, Any]]:
+    """A row per layout."""
+    cases = {name: replace(case, stage=layout.stage) for name, layout in LAYOUTS.items()}
+    found: dict[str, list[Any]] = {name: [] for name in LAYOUTS}
+    with fleet.start(*(Wiring(sizes=SIZES) for _ in LAYOUTS)) as groups:
+        for group, (name, layout) in zip(groups, LAYOUTS.items(), strict=True):
+            parameters = group.run(functools.partial(build_fragmented, spread=layout.spread), cases[name])[0]
+        for turn in range(turns + 1):
+            for group, name in zip(groups, LAYOUTS, strict=True):
+                found[name].append(group.run(turn_fragmented, cases[name], turn * steps, steps))
+    seconds = {name: [max(r["wall_s"] for r in ranks) for ranks in got[1:]] for name, got in found.items()}
+    peaks = {name: max(answer["peak_bytes"] for answer in got[-1]) for name, got in found.items()}
+    losses = {name: [loss for ranks in got for loss in ranks[0]["losses"]] for name, got in found.items()}
+    return [
+        asdict(case)
+        | {
+            "layout": name,
+            "parameters": parameters,
+            "tokens_per_s": case.tokens / statistics.median(seconds[name]),
+            "speed_ratio": fleet.median_ratio(seconds[REFERENCE], seconds[name]),
+            "peak_bytes": peaks[name],
+            "memory_ratio": peaks[name] / peaks[REFERENCE],
+            "loss_gap": max(abs(a - b) for a, b in zip(losses[name], losses[REFERENCE], strict=True)),
+        }
+        for name in LAYOUTS
+    ]
+
+
+COLUMNS = {
+    "hidden / experts / top-k": "{hidden} / {experts} / {top_k}",
+    "parameters": "{parameters:,}",
+    "layout": "{layout}",
+    "tokens/s": "{tokens_per_s:,.0f}",
+    "**speed ratio**": "**{speed_ratio:.2f}**",
+    "peak MB per rank": "{peak_mb:,.0f}",
+    "**memory ratio**": "**{memory_ratio:.2f}**",
+    "loss gap": "{loss_gap:.0e}",
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=["64/32", "256/8", "256/32"],
+        help="hidden size / experts",
+    )
+    parser.add_argument("--turns", type=int, default=6, help="turns per layout that count (6)")
+    parser.add_argument("--steps", type=int, default=2, help="steps per turn (2)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for hidden, experts, top_k in (MODELS[name] for name in options.models):
+        case = Case(sizes=SIZES, stage=3, hidden=hidden, experts=experts, top_k=top_k)
+        say(f"layouts: {case}")
+        rows += measure(case, options.turns, options.steps)
+    if options.json:
+        print(json.dumps({"benchmark": "layouts", "rows": rows}))
+    else:
+        print(fleet.table(COLUMNS, [row | {"peak_mb": row["peak_bytes"] / 1e6} for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
