@@ -31,15 +31,15 @@ class Layout:
     """How a cluster's ranks hold the model."""
 
     stage: int
-    spread: bool
+    expert_parallel: bool
 
 
 REFERENCE = "ZeRO-3"
 LAYOUTS = {
-    REFERENCE: Layout(3, spread=False),
-    "spread, ZeRO-3": Layout(3, spread=True),
-    "spread, ZeRO-1": Layout(1, spread=True),
-    "ZeRO-1": Layout(1, spread=False),
+    REFERENCE: Layout(3, expert_parallel=False),
+    "expert parallel, ZeRO-3": Layout(3, expert_parallel=True),
+    "expert parallel, ZeRO-1": Layout(1, expert_parallel=True),
+    "ZeRO-1": Layout(1, expert_parallel=False),
 }
 
 
@@ -49,7 +49,9 @@ def measure(case: Case, turns: int, steps: int) -> list[dict[str, Any]]:
     found: dict[str, list[Any]] = {name: [] for name in LAYOUTS}
     with fleet.start(*(Wiring(sizes=SIZES) for _ in LAYOUTS)) as groups:
         for group, (name, layout) in zip(groups, LAYOUTS.items(), strict=True):
-            parameters = group.run(functools.partial(build_fragmented, spread=layout.spread), cases[name])[0]
+            parameters = group.run(
+                functools.partial(build_fragmented, expert_parallel=layout.expert_parallel), cases[name]
+            )[0]
         for turn in range(turns + 1):
             for group, name in zip(groups, LAYOUTS, strict=True):
                 found[name].append(group.run(turn_fragmented, cases[name], turn * steps, steps))

@@ -105,15 +105,15 @@ def batch_of(case: Case, step: int, place: int) -> Any:
     return Batch.of(torch.randint(0, VOCABULARY, shape, generator=generator), 0)
 
 
-def build_fragmented(rank: Rank, case: Case, *, spread: bool = False) -> int:
+def build_fragmented(rank: Rank, case: Case, *, expert_parallel: bool = False) -> int:
     """Model, engine and stepper of this package; returns the parameters of the whole model.
 
     Args:
         rank: this one.
         case: what is trained.
-        spread: each rank holds some of its cluster's experts, not all of them.
+        expert_parallel: each rank holds some of its cluster's experts, not all of them.
     """
-    from moe_fragment.experts import LocalSpread
+    from moe_fragment.experts import ExpertParallel
     from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import place_experts
     from moe_fragment.train.engine import build_engine, load_deepspeed_config
@@ -125,8 +125,8 @@ def build_fragmented(rank: Rank, case: Case, *, spread: bool = False) -> int:
     placement = place_experts(
         rank.topology, num_experts=case.experts, layers=range(case.layers), policy="even"
     )
-    even = LocalSpread(rank.local_rank, [1.0] * case.sizes[rank.cluster])
-    fragment(model, placement, rank.fabric, even if spread else None)
+    even = ExpertParallel(rank.local_rank, [1.0] * case.sizes[rank.cluster])
+    fragment(model, placement, rank.fabric, even if expert_parallel else None)
     engine = build_engine(
         model,
         model.fragmented,

@@ -59,10 +59,10 @@ def cluster_experts(
     module: Any, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
     """Weighted sums over this cluster's experts by slot, [T, D]; collective over its ranks if they are spread."""
-    inside = getattr(module, ATTRIBUTE).inside
-    if inside is None:
+    path: ExpertPath = getattr(module, ATTRIBUTE)
+    if path.local_path is None:
         return experts(module, hidden_TD, slots_TK, weights_TK)
-    return inside(hidden_TD, slots_TK, weights_TK, functools.partial(experts, module))
+    return path.local_path(hidden_TD, slots_TK, weights_TK, functools.partial(experts, module))
 
 
 def experts(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_fragment.experts.exchange import Exchange
-from moe_fragment.experts.local import LocalPath, LocalSpread
+from moe_fragment.experts.parallel import ExpertParallel, ParallelPath
 from moe_fragment.experts.statistics import ExpertStatistics, in_recompute
 from moe_fragment.fabric import Fabric
 from moe_fragment.placement import Placement
@@ -69,7 +69,7 @@ class ExpertPath:
         placement: tables of this layer.
         layer: position among the MoE layers, for statistics.
         statistics: counters shared by all layers of the model.
-        spread: how the cluster's experts are spread over its ranks; None where each rank holds them all.
+        parallel: how the cluster's experts are spread over its ranks; None where each rank holds them all.
     """
 
     def __init__(
@@ -79,14 +79,16 @@ class ExpertPath:
         *,
         layer: int,
         statistics: ExpertStatistics,
-        spread: LocalSpread | None = None,
+        parallel: ExpertParallel | None = None,
     ) -> None:
         self.fabric = fabric
         self.placement = placement
         self.layer = layer
         self.statistics = statistics
-        self.inside = LocalPath(spread, placement.local) if spread is not None else None
+        self.local_path: ParallelPath | None = None
         """To the cluster's ranks that hold the experts; None where this one holds them all."""
+        if parallel is not None:
+            self.local_path = ParallelPath(parallel, placement.local, fabric.clock)
         self.local_only = False
         """Whether tokens stay: each uses the experts of this cluster among those it chose (`exchange: local`)."""
         self._exchanges: list[weakref.ref[Exchange]] = []

@@ -17,10 +17,10 @@ from torch import nn
 
 from moe_fragment.experts import (
     IMPLEMENTATION,
+    ExpertParallel,
     ExpertPath,
     ExpertStatistics,
     LayerPlacement,
-    LocalSpread,
     register,
 )
 from moe_fragment.experts.interface import ATTRIBUTE
@@ -55,7 +55,7 @@ class Fragmented:
     cluster: int
     layers: tuple[ExpertLayer, ...]
     statistics: ExpertStatistics
-    spread: LocalSpread | None = None
+    parallel: ExpertParallel | None = None
     """How the cluster's experts are spread over its ranks; None where each rank holds them all.
 
     If they are, the parameters that hold them are attributes of their modules, but not registered ones: nothing that
@@ -64,7 +64,7 @@ class Fragmented:
     def held(self, layer: ExpertLayer) -> tuple[int, ...]:
         """Global ids of the experts of a layer on this rank, in the order of its stacked parameters."""
         experts = self.placement.experts_of(layer.index, self.cluster)
-        return experts if self.spread is None else self.spread.own(experts)
+        return experts if self.parallel is None else self.parallel.own(experts)
 
     def expert_ids(self, parameter_name: str) -> tuple[int, ...] | None:
         """Global expert ids along the first dimension of a stacked parameter; None for a trunk parameter."""
@@ -143,7 +143,7 @@ def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     return tuple(found)
 
 
-def fragment(model: Any, placement: Placement, fabric: Fabric, spread: LocalSpread | None = None) -> Any:
+def fragment(model: Any, placement: Placement, fabric: Fabric, parallel: ExpertParallel | None = None) -> Any:
     """Keep this cluster's experts and send other tokens to where their experts live; changes `model` in place.
 
     Args:
@@ -151,7 +151,9 @@ def fragment(model: Any, placement: Placement, fabric: Fabric, spread: LocalSpre
         placement: over the fabric's clusters, covering every MoE layer of the model. Copies of a replicated expert are
             used where they are nearest; keeping them together is the sync's business.
         fabric: of this rank.
-        spread: over the cluster's ranks, to keep on each only some of the cluster's experts. None keeps them all.
+        parallel: how the cluster's ranks share its experts: each keeps its own only, in parameters that are attributes
+            of their modules but not registered. `model.to`, `state_dict` and `parameters` do not see them,
+            `build_engine` does. None keeps all of them on each rank.
 
     Returns:
         the same model, with `model.fragmented` describing what was done.
@@ -167,21 +169,21 @@ def fragment(model: Any, placement: Placement, fabric: Fabric, spread: LocalSpre
     _check_placement(layers, placement, fabric)
     register()
     statistics = ExpertStatistics(len(layers), fabric.clusters, placement.num_experts)
-    fragmented = Fragmented(placement, fabric.cluster, layers, statistics, spread)
+    fragmented = Fragmented(placement, fabric.cluster, layers, statistics, parallel)
     for position, layer in enumerate(layers):
         experts = list(fragmented.held(layer))
         for attribute, parameter in list(layer.stacked()):
             # A cluster without experts in this layer has nothing to train; DeepSpeed cannot partition empty groups.
-            trains = parameter.requires_grad and bool(experts)
+            trains = parameter.requires_grad and (bool(experts) or parallel is not None)
             kept = nn.Parameter(parameter.detach()[experts].clone(), requires_grad=trains)
-            if spread is not None:
+            if parallel is not None:
                 del layer.module._parameters[attribute]
                 layer.module.__dict__[attribute] = kept
             else:
                 setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
         tables = LayerPlacement.of(placement, layer.index, fabric.cluster, fabric.near)
-        path = ExpertPath(fabric, tables, layer=position, statistics=statistics, spread=spread)
+        path = ExpertPath(fabric, tables, layer=position, statistics=statistics, parallel=parallel)
         setattr(layer.module, ATTRIBUTE, path)
     _use_cross_cluster(model, layers)
     model.fragmented = fragmented
@@ -239,7 +241,7 @@ def _use_cross_cluster(model: Any, layers: tuple[ExpertLayer, ...]) -> None:
 
 
 def local_state(state: Mapping[str, torch.Tensor], fragmented: Fragmented) -> dict[str, torch.Tensor]:
-    """Of a whole model's state dict, what this cluster holds (stacked parameters sliced to its experts)."""
+    """Of a whole model's state dict, what this rank holds (stacked parameters sliced to its experts)."""
     local = {}
     for name, tensor in state.items():
         ids = fragmented.expert_ids(name)

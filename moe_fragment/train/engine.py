@@ -138,7 +138,7 @@ def build_engine(
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=full)
     engine.local_experts = None
-    if fragmented.spread is not None:
+    if fragmented.parallel is not None:
         engine.local_experts = LocalExperts(
             fragmented,
             torch.device(engine.device),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_fragment.experts import LocalSpread
+from moe_fragment.experts import ExpertParallel
 from moe_fragment.fabric import Fabric, FleetError, connect
 from moe_fragment.models.fragment import fragment
 from moe_fragment.schema import ConfigError
@@ -91,8 +91,8 @@ class Life:
         self.placement = place_model(model, recipe, self.topology)
         self.model_config = model.config.to_dict()
         shares = recipe.local_shares(self.topology, self.world.cluster)
-        spread = LocalSpread(self.world.local_rank, shares, dist.new_group()) if shares else None
-        fragment(model, self.placement, self.fabric, spread)
+        parallel = ExpertParallel(self.world.local_rank, shares, dist.new_group()) if shares else None
+        fragment(model, self.placement, self.fabric, parallel)
         self.shapes = parameter_shapes(model)
         engine = build_engine(
             model,
@@ -199,26 +199,18 @@ class Life:
                 f"cluster {names[HOST]} has no checkpoint, and it hosts the syncer of {self.recipe.sync.strategy}, "
                 f"whose copy is nowhere else: put its run directory back"
             )
-        healing = Healing(self.fabric, self.directory, step, without, first=self.world.local_rank == 0)
-        own = {
-            "cluster": self.world.cluster,
-            "consumed": step * self.batch_C[self.index],
-            "data": self.data.fingerprint,
-        }
-        note = healing.run(list(self.stepper.shards.canonical_sizes), own, self._take_lock)
+        first = self.world.local_rank == 0
+        healing = Healing(self.fabric, self.directory, step, without, batches=self.batch_C, first=first)
+        own = {"cluster": self.world.cluster, "data": self.data.fingerprint}
+        sizes = self.stepper.shards.canonical_sizes
+        note = healing.run(list(sizes), own, self._take_lock, self._check_fits)
         if note:
             self._notes.append(("healed", note))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Take weights, optimizer, data position and random state from a checkpoint of this cluster."""
         manifest = checkpoint.manifest
-        check_fits(
-            checkpoint,
-            self.world.cluster,
-            self.placement,
-            self.stepper.shards.canonical_sizes,
-            self.model_config,
-        )
+        self._check_fits(checkpoint)
         if manifest.data != self.data.fingerprint:
             message = f"the data changed since step {manifest.step}; its position {manifest.consumed} is kept"
             self._notes.append(("data_changed", message))
@@ -230,6 +222,15 @@ class Life:
         except ValueError as error:
             raise ConfigError(f"{checkpoint.path}: {error}") from None
         self.step_number, self.consumed = manifest.step, manifest.consumed
+
+    def _check_fits(self, checkpoint: Checkpoint) -> None:
+        check_fits(
+            checkpoint,
+            self.world.cluster,
+            self.placement,
+            self.stepper.shards.canonical_sizes,
+            self.model_config,
+        )
 
     def _open_log(self, resumed: int | None) -> None:
         files = {"recipe.yaml": self.recipe.dump(), "topology.yaml": self.recipe.dump_topology()}

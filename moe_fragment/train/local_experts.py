@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from moe_fragment.models.fragment import Fragmented
+from moe_fragment.models.fragment import ExpertLayer, Fragmented
 
 
 class LocalExperts:
-    """One flat fp32 buffer for all of them, experts one after the other.
+    """One flat fp32 buffer for all that are trained, experts one after the other.
 
     Args:
         fragmented: a model whose experts are spread over the cluster's ranks.
@@ -37,19 +37,18 @@ class LocalExperts:
         weight_decay: float,
     ) -> None:
         self.fragmented = fragmented
-        stacks = [parameter for _, _, parameter in fragmented.stacked()]
-        flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in stacks])
-        self.master = nn.Parameter(flat.to(device))
-        self.gradient = torch.zeros_like(self.master.detach())
-        self._parts: list[tuple[nn.Parameter, slice]] = []
+        self._parts: dict[str, slice] = {}
         at = 0
-        for parameter in stacks:
+        for name, _, parameter in fragmented.stacked():
             parameter.data = parameter.data.to(device, dtype)
-            part = slice(at, at + parameter.numel())
-            at = part.stop
-            self._parts.append((parameter, part))
             if parameter.requires_grad:
+                self._parts[name] = part = slice(at, at + parameter.numel())
+                at = part.stop
                 parameter.register_post_accumulate_grad_hook(self._collector(part))
+        # From rounded weights, as DeepSpeed's, so that copies of an expert agree whoever trains them.
+        flats = [parameter.detach().float().reshape(-1) for _, _, parameter in self._trained()]
+        self.master = nn.Parameter(torch.cat(flats) if flats else torch.empty(0, device=device))
+        self.gradient = torch.zeros_like(self.master.detach())
         self.optimizer = torch.optim.AdamW(
             [self.master], lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay
         )
@@ -62,10 +61,13 @@ class LocalExperts:
 
         return collect
 
+    def _trained(self) -> Iterator[tuple[str, ExpertLayer, nn.Parameter]]:
+        return (stack for stack in self.fragmented.stacked() if stack[0] in self._parts)
+
     def layout(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Of each stack: name, global ids of its experts, elements of one, and where they begin in the buffers."""
-        for (name, layer, parameter), (_, part) in zip(self.fragmented.stacked(), self._parts, strict=True):
-            yield name, self.fragmented.held(layer), parameter.shape[1:].numel(), part.start
+        for name, layer, parameter in self._trained():
+            yield name, self.fragmented.held(layer), parameter.shape[1:].numel(), self._parts[name].start
 
     def step(self) -> None:
         """Adam with the gradient there is; then the next step's is collected."""
@@ -78,5 +80,5 @@ class LocalExperts:
     @torch.no_grad()
     def publish(self) -> None:
         """Make the model's experts follow the master weights."""
-        for parameter, part in self._parts:
-            parameter.data.copy_(self.master[part].view_as(parameter))
+        for name, _, parameter in self._trained():
+            parameter.data.copy_(self.master[self._parts[name]].view_as(parameter))

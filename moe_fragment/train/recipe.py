@@ -70,8 +70,8 @@ class ExpertsConfig(Section):
     their cluster; in an evaluation they travel. Default tokens."""
     local_parallel: bool | dict[str, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = False
     """Whether a cluster's experts are spread over its ranks, each on one, and tokens travel inside the cluster too;
-    otherwise every rank has all of them. Or: cluster to its ranks' shares of the experts, relative to each other.
-    Default false."""
+    otherwise every rank has all of them. Or: cluster to its ranks' shares of the experts, relative to each other. A
+    cluster of one rank has nobody to share with. Default false."""
 
 
 class DeepSpeedConfig(Section):

@@ -145,7 +145,7 @@ class Stepper:
         self.engine.train()
         sums = self._run_micro_batches(batches)
         flats = self.shards.gradients()
-        for flat in flats[: self.shards.reduced]:
+        for flat in flats[: self.shards.num_zero_flats]:
             flat.mul_(self._local_ranks)  # DeepSpeed averaged over the cluster's ranks
         trunk, experts = self._sync_and_measure(flats, number)
         load_LE = self._fleet_router_load()

@@ -264,6 +264,19 @@ class FleetSync:
             "ended": self.ended,
         }
 
+    @staticmethod
+    def afresh(numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Another cluster's `numbers` for one that starts from its global copies and has trained on nothing since."""
+        rounds = [
+            {**one, "own": [{**fragment, "tokens": 0.0} for fragment in one["own"]]}
+            for one in numbers["rounds"]
+        ]
+        pushed = numbers["pushed"]
+        if pushed is not None:
+            fragments = [{**fragment, "tokens": 0.0, "steps": 0} for fragment in pushed["fragments"]]
+            pushed = {**pushed, "fragments": fragments, "outstanding": None}
+        return {**numbers, "rounds": rounds, "pushed": pushed}
+
     def restore(self, read: Reader, numbers: Mapping[str, Any], kinds: Collection[str]) -> None:
         """Inverse of `state` and `numbers`, whatever layout wrote them. No collective.
 

@@ -129,16 +129,17 @@ class ZeroShards:
     def _add_local(self, local: LocalExperts) -> None:
         placement, cluster = self._fragmented.placement, self._fragmented.cluster
         for name, layer, parameter in self._fragmented.stacked():
-            for expert in placement.experts_of(layer.index, cluster):
-                self.canonical_sizes[expert_name(name, expert)] = parameter.shape[1:].numel()
-        flat = len(self._zero_masters())
+            if parameter.requires_grad:
+                for expert in placement.experts_of(layer.index, cluster):
+                    self.canonical_sizes[expert_name(name, expert)] = parameter.shape[1:].numel()
+        flat = self.num_zero_flats
         for name, experts, size, start in local.layout():
             for slot, expert in enumerate(experts):
                 self.shards.append(Shard(expert_name(name, expert), 0, size, flat, start + slot * size))
 
     @property
-    def reduced(self) -> int:
-        """How many of the flat buffers, the first ones, hold averages over the cluster's ranks."""
+    def num_zero_flats(self) -> int:
+        """How many flat buffers, the first ones, are DeepSpeed's, with gradients that are averages over the cluster."""
         return len(self._zero_masters())
 
     def sizes(self, *, experts: bool) -> dict[str, int]:
@@ -158,7 +159,7 @@ class ZeroShards:
         return held
 
     def gradients(self) -> list[torch.Tensor]:
-        """Flat fp32 gradients; valid after the boundary's backward. The first `reduced` are the cluster's averages."""
+        """Flat fp32 gradients; valid after the boundary's backward. See `num_zero_flats`."""
         return [*self._zero_gradients(), *([self._local.gradient] if self._local is not None else [])]
 
     def _zero_gradients(self) -> list[torch.Tensor]:
@@ -199,10 +200,10 @@ class ZeroShards:
         if self._kind == "bf16":
             self.zero.clear_hp_grads()
         else:
-            for index in range(self.reduced):
+            for index in range(self.num_zero_flats):
                 self.zero.averaged_gradients[index] = None
         if self._kind == "flat":
-            for index in range(self.reduced):
+            for index in range(self.num_zero_flats):
                 self.zero.all_grad_tensors[index] = None
         engine.micro_steps -= engine.micro_steps % steps
 
@@ -229,7 +230,9 @@ class ZeroShards:
 
     def _optimizer(self, flat: int) -> Any:
         return (
-            self._local.optimizer if self._local is not None and flat == self.reduced else self.zero.optimizer
+            self._local.optimizer
+            if self._local is not None and flat == self.num_zero_flats
+            else self.zero.optimizer
         )
 
     def _state_key(self, flat: int) -> torch.Tensor:
@@ -243,7 +246,7 @@ class ZeroShards:
         if self._kind != "zero3":
             self.zero.update_lp_params()
             return
-        for index in range(self.reduced):
+        for index in range(self.num_zero_flats):
             self.zero._reassign_or_swap_out_partitioned_parameters(index)
         if self.zero.persistent_parameters:  # those that are not partitioned between steps: small ones
             self.zero.persistent_parameters[0].partition(self.zero.persistent_parameters)

@@ -12,11 +12,20 @@ import torch
 
 from moe_fragment.fabric import FleetError
 from moe_fragment.observe import RunLog
-from moe_fragment.train.heal import gifts
+from moe_fragment.train.heal import transfer_plan
 from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.test_sync_state import STREAMING
-from tests.train.runs import losses_of, recipe_for, refused, state_of, sync_state, train, train_to
+from tests.train.runs import (
+    heal_on_a_full_disk,
+    losses_of,
+    recipe_for,
+    refused,
+    state_of,
+    sync_state,
+    train,
+    train_to,
+)
 
 STEPS = 6
 EVERYWHERE: dict[str, Any] = {
@@ -92,6 +101,9 @@ def test_outer_state_is_received_and_nobody_elses_debt(fleets: Fleets, tmp_path:
             assert bool(given[f"ada {kind} {name}"].any())
         else:
             assert torch.equal(values, given[f"ada {kind} {name}"])
+    received = state_of(tmp_path, life | {"train": {**life["train"], "shares": {"bob": 2}}}, 5)
+    for name in (name.removeprefix("ada outer_weight ") for name in given if " outer_weight " in name):
+        assert torch.equal(received[f"bob weight {name}"], given[f"ada outer_weight {name}"])
     assert kinds == {"outer_weight", "outer_velocity", "error_feedback", "error_pending", "in_flight"}
     assert fleets(2, 1).run(train, life) == [[5, 5], [5]]
     state = state_of(tmp_path, life, 9)
@@ -140,6 +152,25 @@ def test_what_nobody_else_has_is_named(fleets: Fleets, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_a_heal_that_fails_leaves_nothing_and_names_the_cause(fleets: Fleets, tmp_path: Path) -> None:
+    """A full disk, and a recipe that asks for another placement than the donor's."""
+    fleet = fleets(2, 1)
+    recipe = recipe_for(tmp_path, name="full", sections=EVERYWHERE, steps=2)
+    fleet.run(train_to, recipe, 1)
+    shutil.rmtree(tmp_path / "full" / "bob" / "checkpoints")
+    for ranks in fleet.run(heal_on_a_full_disk, recipe, timeout_s=60.0):
+        for answer in ranks:
+            assert answer == "FleetError: cluster bob cannot begin: [Errno 28] No space left on device"
+    pinned = recipe_for(tmp_path, name="full", steps=2)
+    table = {"ada": [0, 1, 2, 3, 4, 5], "bob": [5]}
+    for changed in (pinned, {**recipe, "placement": {"policy": "manual", "table": table}}):
+        for ranks in fleet.run(refused, changed, timeout_s=60.0):
+            assert all("was written under another placement" in answer for answer in ranks), ranks
+    assert not list((tmp_path / "full" / "bob").glob("checkpoints/*"))
+    assert fleet.run(train, recipe) == [[1, 1], [1]]
+
+
+@pytest.mark.timeout(240)
 def test_asynchronous_cluster_takes_the_others_base(fleets: Fleets, tmp_path: Path) -> None:
     """A cluster that does not host the syncer may lose its disk."""
     sections = {**EVERYWHERE, "sync": {"strategy": "parameter_server", "every": 2}}
@@ -159,7 +190,7 @@ def test_asynchronous_cluster_takes_the_others_base(fleets: Fleets, tmp_path: Pa
 
 def test_who_gives_what() -> None:
     holds = [["a", "x"], ["a", "y"], ["a", "x", "y"], ["a", "y"]]
-    assert gifts(holds, [2], "pqrs") == {(2, 3): ["a", "y"], (2, 0): ["x"]}
-    assert gifts(holds, [0, 1], "pqrs") == {(0, 2): ["a", "x"], (1, 2): ["a", "y"]}
+    assert transfer_plan(holds, [2], "pqrs") == {(2, 3): ["a", "y"], (2, 0): ["x"]}
+    assert transfer_plan(holds, [0, 1], "pqrs") == {(0, 2): ["a", "x"], (1, 2): ["a", "y"]}
     with pytest.raises(FleetError, match=r"cluster p has no checkpoint, and 1 .*\(the first is x\)"):
-        gifts(holds, [0, 2], "pqrs")
+        transfer_plan(holds, [0, 2], "pqrs")

@@ -338,7 +338,12 @@ def test_cluster_lost_while_a_fragment_is_under_way_gets_its_state_back(home: Pa
         "sync": {"strategy": "streaming_diloco", "every": 24, "fragments": 1, "overlap": 20},
         "topology": {"links": [link]},
     }
-    quick = {"heartbeat_timeout": "2 s", "exchange_timeout": "16 s", "quorum_timeout": "18 s", "emulate": True}
+    quick = {
+        "heartbeat_timeout": "2 s",
+        "exchange_timeout": "16 s",
+        "quorum_timeout": "18 s",
+        "emulate": True,
+    }
     recipe = write(
         home,
         "unfinished",

@@ -20,9 +20,9 @@ from tests.train.runs import train as train_run
 
 EVEN = ((1.0, 1.0), (1.0, 1.0))
 CASES = {
-    "even-zero1-fragment": Scenario(sizes=(2, 2), model="fragment", layout="even", spread=EVEN),
+    "even-zero1-fragment": Scenario(sizes=(2, 2), model="fragment", layout="even", parallel=EVEN),
     "uneven-zero3-qwen3-acc4": Scenario(
-        sizes=(2, 2), zero="zero3-fp32", layout="scattered", accumulation=4, spread=((2.0, 1.0), (1.0, 3.0))
+        sizes=(2, 2), zero="zero3-fp32", layout="scattered", accumulation=4, parallel=((2.0, 1.0), (1.0, 3.0))
     ),
     "zero2-mixtral-ckpt-idle": Scenario(
         sizes=(2, 2),
@@ -32,7 +32,7 @@ CASES = {
         checkpointing=True,
         padding="left",
         share="idle",
-        spread=EVEN,
+        parallel=EVEN,
     ),
     "zero3-fragment-ckpt-starved": Scenario(
         sizes=(2, 1),
@@ -41,26 +41,33 @@ CASES = {
         accumulation=3,
         checkpointing=True,
         steered="starved",
-        spread=((3.0, 1.0), ()),
+        parallel=((3.0, 1.0), ()),
     ),
     "zero1-qwen3-acc8-crowded": Scenario(
-        sizes=(2, 2), layout="none", accumulation=8, steered="crowded", spread=EVEN, steps=8
+        sizes=(2, 2), layout="none", accumulation=8, steered="crowded", parallel=EVEN, steps=8
     ),
-    "replicated-and-local": Scenario(
-        sizes=(2, 2), model="fragment", layout="hot", zero="zero3-fp32", accumulation=2, spread=EVEN
+    "zero1-qwen3-top1": Scenario(sizes=(2, 2), options={"num_experts_per_tok": 1}, parallel=EVEN, steps=8),
+    "zero3-hot-top3": Scenario(
+        sizes=(2, 2),
+        model="fragment",
+        options={"num_experts_per_tok": 3},
+        layout="hot",
+        zero="zero3-fp32",
+        accumulation=2,
+        parallel=EVEN,
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_process(fleets: Fleets, name: str) -> None:
-    check_same_as_one_process(fleets, CASES[name], f"spread {name}")
+    check_same_as_one_process(fleets, CASES[name], f"parallel {name}")
 
 
 @pytest.mark.parametrize("zero", ["zero1-bf16", "zero3-bf16"])
 def test_bf16_trains_like_fp32(fleets: Fleets, zero: str) -> None:
     scenario = Scenario(
-        sizes=(2, 2), zero=zero, model="fragment", accumulation=3, checkpointing=True, spread=EVEN
+        sizes=(2, 2), zero=zero, model="fragment", accumulation=3, checkpointing=True, parallel=EVEN
     )
     fleet = check_agreement(fleets(2, 2).run(train, scenario), scenario.steps)
     alone = reference(replace(scenario, zero="zero1-fp32"))
@@ -91,7 +98,7 @@ def test_state_moves_between_layouts(fleets: Fleets, tmp_path: Path) -> None:
         assert {step for ranks in fleets(*sizes).run(train_run, life) for step in ranks} == {3}
         loss_error = max(abs(losses_of(tmp_path, life)[key] - value) for key, value in losses.items())
         state_error = worst(state_of(tmp_path, life, 6), expected)
-        print(f"SPREAD {life['name']} loss {loss_error:.1e} state {state_error:.1e}")
+        print(f"PARALLEL {life['name']} loss {loss_error:.1e} state {state_error:.1e}")
         assert loss_error <= 1e-5
         assert state_error <= 1e-5
         return life
@@ -103,14 +110,17 @@ def test_state_moves_between_layouts(fleets: Fleets, tmp_path: Path) -> None:
     check(whole, recipe("again", (2, 2), "zero2-fp32", shares), (2, 2))
 
 
-def test_clusters_that_train_apart_keep_their_experts_together(fleets: Fleets, tmp_path: Path) -> None:
-    """DiLoCo over replicated experts, spread in other ways on each cluster: copies end equal to the bit."""
+@pytest.mark.parametrize("zero", ["zero1-fp32", "zero3-bf16"])
+def test_clusters_that_train_apart_keep_their_experts_together(
+    fleets: Fleets, tmp_path: Path, zero: str
+) -> None:
+    """DiLoCo over replicated experts, spread on one cluster only: copies are equal to the bit after every merge."""
     sections: dict[str, Any] = {
         "placement": {"policy": "replicated", "table": None},
         "experts": {"exchange": "local", "local_parallel": {"ada": [1, 2]}},
-        "sync": {"strategy": "diloco", "every": 2, "codec": "int8", "error_feedback": 0.9},
+        "sync": {"strategy": "diloco", "every": 2, "check_every": 1, "codec": "int8", "error_feedback": 0.9},
     }
-    recipe = recipe_for(tmp_path, name="apart", model="qwen3", sizes=(2, 1), sections=sections, steps=4)
+    recipe = recipe_for(tmp_path, name="apart", model="qwen3", zero=zero, sections=sections, steps=4)
     fleets(2, 1).run(train_run, recipe)
     state = state_of(tmp_path, recipe, 4)
     ours = {

@@ -58,7 +58,7 @@ class Scenario:
     length: int = 12
     sync: dict[str, Any] = field(default_factory=dict)
     exchange: str = "tokens"
-    spread: tuple[tuple[float, ...], ...] = ()
+    parallel: tuple[tuple[float, ...], ...] = ()
     """Of each cluster's ranks, their shares of its experts; none where each rank holds them all."""
 
     def model_of(self, dtype: torch.dtype = torch.float32) -> Any:
@@ -146,7 +146,7 @@ class History:
 
 def start(rank: Rank, scenario: Scenario) -> Stepper:
     """A fresh fragmented model, DeepSpeed engine and stepper on this rank."""
-    from moe_fragment.experts import LocalSpread
+    from moe_fragment.experts import ExpertParallel
     from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import Placement
     from moe_fragment.sync import SyncConfig
@@ -161,10 +161,10 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
         num_experts=1 + max(expert for held in layout for expert in held),
         layers=dict.fromkeys(range(first, model.config.num_hidden_layers), layout),
     )
-    spread = None
-    if scenario.spread and rank.place.size > 1:
-        spread = LocalSpread(rank.place.rank, scenario.spread[rank.place.cluster])
-    fragment(model, placement, rank.fabric, spread)
+    parallel = None
+    if scenario.parallel and rank.place.size > 1:
+        parallel = ExpertParallel(rank.place.rank, scenario.parallel[rank.place.cluster])
+    fragment(model, placement, rank.fabric, parallel)
     model.fragmented.route_locally(model, scenario.exchange == "local")
     engine = build_engine(
         model,

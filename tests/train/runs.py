@@ -191,6 +191,17 @@ def train_on_a_full_disk(rank: Rank, recipe: dict[str, Any]) -> str:
         return refused(rank, recipe)
 
 
+def heal_on_a_full_disk(rank: Rank, recipe: dict[str, Any]) -> str:
+    """Case: the last cluster is to receive a checkpoint, and its disk is full."""
+    from moe_fragment.train import heal
+
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(heal._Inbox, "take", no_space):
+        return refused(rank, recipe)
+
+
 def restore_weights(rank: Rank, recipe: dict[str, Any]) -> tuple[list[str], bool, int]:
     """Case: kinds of tensors read, whether the weights came back, and how much optimizer state there is."""
     from moe_fragment.train.checkpoint import Checkpoint, checkpoint_path

@@ -10,6 +10,7 @@ ranks of the cluster, N rows sent (one per token and rank), M rows that arrived.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_fragment.fabric import WaitClock
 from moe_fragment.placement.policies import apportion
 
 SLOT_DTYPE = torch.int16
@@ -25,7 +27,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(rows [M, D], own slots [M, K], weights [M, K]) -> weighted sums [M, D]"""
 
 
-class LocalSpread:
+class ExpertParallel:
     """Which rank of a cluster holds which of its experts: consecutive ones, as many as its share.
 
     Args:
@@ -49,24 +51,26 @@ class LocalSpread:
         return tuple(experts[bounds[self.rank] : bounds[self.rank + 1]])
 
 
-class LocalPath:
+class ParallelPath:
     """The way of one layer's tokens to the ranks of a cluster and back.
 
     Args:
-        spread: of the cluster.
+        parallel: of the cluster.
         experts: how many of the layer it holds.
+        clock: waits are booked there, as local ones.
     """
 
-    def __init__(self, spread: LocalSpread, experts: int) -> None:
-        self._spread = spread
-        self._ranks = len(spread.shares)
-        counts = spread.counts(experts)
-        first = sum(counts[: spread.rank])
+    def __init__(self, parallel: ExpertParallel, experts: int, clock: WaitClock) -> None:
+        self._parallel = parallel
+        self._clock = clock
+        self._ranks = len(parallel.shares)
+        counts = parallel.counts(experts)
+        first = sum(counts[: parallel.rank])
         self._rank_S = torch.tensor(
             [rank for rank, count in enumerate(counts) for _ in range(count)] + [self._ranks]
         )
         slots_S = torch.arange(experts + 1) - first
-        self._slot_S = torch.where(self._rank_S == spread.rank, slots_S, counts[spread.rank])
+        self._slot_S = torch.where(self._rank_S == parallel.rank, slots_S, counts[parallel.rank])
 
     def __call__(
         self, hidden_TD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor, compute: Compute
@@ -86,7 +90,7 @@ class LocalPath:
         rank_N, token_N = wanted_TR.t().nonzero(as_tuple=True)
         meant_NK = rank_TK[token_N] == rank_N[:, None]
         slots_NK = torch.where(meant_NK, slots_TK[token_N], len(self._slot_S) - 1)
-        shuffle = _Shuffle(wanted_TR.sum(dim=0), token_N, self._spread.group)
+        shuffle = _Shuffle(wanted_TR.sum(dim=0), token_N, self._parallel.group, self._clock)
         rows_MD, weights_MK, slots_MK = _Dispatch.apply(
             hidden_TD.index_select(0, token_N),
             weights_TK.index_select(0, token_N) * meant_NK,
@@ -100,11 +104,18 @@ class LocalPath:
 class _Shuffle:
     """Who sends how many rows to whom, of one exchange."""
 
-    def __init__(self, sent_R: torch.Tensor, token_N: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        sent_R: torch.Tensor,
+        token_N: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        clock: WaitClock,
+    ) -> None:
         self.token_N = token_N
         self.group = group
+        self.clock = clock
         arrived_R = torch.empty_like(sent_R)
-        dist.all_to_all_single(arrived_R, sent_R, group=group)
+        self._all_to_all(arrived_R, sent_R)
         self.sent_R: list[int] = sent_R.tolist()
         self.arrived_R: list[int] = arrived_R.tolist()
 
@@ -119,10 +130,16 @@ class _Shuffle:
     def _move(self, parts: Sequence[torch.Tensor], sent: list[int], arrived: list[int]) -> list[torch.Tensor]:
         packed = torch.cat([_bytes(part) for part in parts], dim=1)
         moved = packed.new_empty(sum(arrived), packed.shape[1])
-        dist.all_to_all_single(moved, packed, arrived, sent, group=self.group)
+        self._all_to_all(moved, packed, arrived, sent)
         widths = [part.shape[1] * part.element_size() for part in parts]
         found = zip(parts, moved.split(widths, dim=1), strict=True)
-        return [data.contiguous().view(part.dtype) for part, data in found]
+        # A clone, as a column of one row or none counts as contiguous with any stride, which `view` takes exception to.
+        return [data.clone(memory_format=torch.contiguous_format).view(part.dtype) for part, data in found]
+
+    def _all_to_all(self, moved: torch.Tensor, rows: torch.Tensor, *splits: list[int]) -> None:
+        started = time.monotonic()
+        dist.all_to_all_single(moved, rows, *splits, group=self.group)
+        self.clock.local_s += time.monotonic() - started
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
@@ -148,7 +165,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Saves no tensor: a checkpointed layer's recompute stops before it."""
+    """Saves no tensor: a checkpointed layer's recompute stops before the last of them."""
 
     @staticmethod
     def forward(ctx: Any, sums_MD: torch.Tensor, tokens: int, shuffle: _Shuffle) -> torch.Tensor:
