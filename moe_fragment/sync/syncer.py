@@ -3,8 +3,13 @@ else.
 
 One per rail, on the first cluster's gateway. Decoupled DiLoCo (arXiv 2604.21428): a fragment is merged once K clusters
 have pushed it (the quorum) and a grace window is over, which is a part of what is left of the time that pushes may
-take anyway; late ones go into the next merge. A contribution weighs tokens times tokens per step, less the staler its
-base. A parameter server is the case of K = 1 without grace, with a bound on how far ahead a cluster may run.
+take anyway; late ones go into the next merge. A contribution weighs tokens times tokens per step, less the more rounds
+its base is behind. A parameter server is the case of K = 1 without grace, with a bound on how far ahead a cluster may
+run.
+
+Clusters that are missing from a merge count as if they had found no reason to move (the paper divides by those that are
+there): so the pushes of a round move the global copy as far in merges of one as in one merge of all. With K = 1, four
+clusters would otherwise move it four times as far.
 
 No thread, no clock and no transport in here: `Syncer` is told the time, so that its decisions can be tested.
 """
@@ -104,6 +109,8 @@ class Syncer:
         self._pushed = dict.fromkeys(clusters, 0)
         self._open: dict[int, _Open] = {}
         self._held: list[tuple[int, int]] = []
+        self._weights: dict[int, float] = {}
+        """What each cluster's last contribution would have weighed, had it not been late."""
 
     def offer(self, push: Push, now_s: float) -> None:
         """Take a contribution. A cluster has at most one in here at a time."""
@@ -159,13 +166,18 @@ class Syncer:
     def _apply(self, fragment: int, pushes: Sequence[Push]) -> None:
         behind = [self.versions[fragment] - push.version for push in pushes]
         self.stalest = max(self.stalest, *behind)
-        weights = [
-            push.tokens * push.tokens / max(push.steps, 1) / (1 + late)
-            for push, late in zip(pushes, behind, strict=True)
-        ]
-        if not sum(weights):
+        fresh = [push.tokens * push.tokens / max(push.steps, 1) for push in pushes]
+        if not sum(fresh):
             return
+        rounds = [late // max(1, len(self._active)) for late in behind]
+        weights = [weight / (1 + late) for weight, late in zip(fresh, rounds, strict=True)]
+        self._weights |= {push.cluster: weight for push, weight in zip(pushes, fresh, strict=True)}
+        usual = sum(fresh) / len(fresh)
+        missing = sum(
+            self._weights.get(cluster, usual) for cluster in self._active - {p.cluster for p in pushes}
+        )
         mean = self._mean(fragment, [push.delta for push in pushes], weights)
+        mean *= sum(weights) / (sum(fresh) + missing)
         self.weights[fragment], self.velocities[fragment] = self._policy.outer.step(
             self.weights[fragment], self.velocities[fragment], mean
         )

@@ -150,8 +150,9 @@ class Healing:
         error = error or self._attempt(self._adopt, own)
         if error is not None:
             self._give_up()
-        self._raise_worst(self._fabric.gather("healed", error))
-        self._fabric.commit(True)
+        errors = self._fabric.gather("healed", error)
+        self._fabric.commit(not any(errors))
+        self._raise_worst(errors)
         if not self.receives:
             return ""
         donors = " and ".join(names[donor] for receiver, donor in plan if receiver == self._fabric.cluster)

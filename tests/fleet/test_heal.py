@@ -162,7 +162,7 @@ def test_a_heal_that_fails_leaves_nothing_and_names_the_cause(fleets: Fleets, tm
         for answer in ranks:
             assert answer == "FleetError: cluster bob cannot begin: [Errno 28] No space left on device"
     pinned = recipe_for(tmp_path, name="full", steps=2)
-    table = {"ada": [0, 1, 2, 3, 4, 5], "bob": [5]}
+    table = {"ada": [0, 1, 2, 3, 4, 5], "bob": [4, 5]}
     for changed in (pinned, {**recipe, "placement": {"policy": "manual", "table": table}}):
         for ranks in fleet.run(refused, changed, timeout_s=60.0):
             assert all("was written under another placement" in answer for answer in ranks), ranks
@@ -175,9 +175,15 @@ def test_asynchronous_cluster_takes_the_others_base(fleets: Fleets, tmp_path: Pa
     """A cluster that does not host the syncer may lose its disk."""
     sections = {**EVERYWHERE, "sync": {"strategy": "parameter_server", "every": 2}}
     recipe = recipe_for(
-        tmp_path, name="served", sections=sections, steps=4, checkpoint_every=2, model="qwen3"
+        tmp_path,
+        name="served",
+        sections=sections,
+        steps=4,
+        checkpoint_every=2,
+        keep_checkpoints=4,
+        model="qwen3",
     )
-    fleets(2, 1).run(train_to, recipe, 2)
+    fleets(2, 1).run(train, recipe)
     life = without(tmp_path, recipe, 2, "bob")
     assert fleets(2, 1).run(train, life) == [[2, 2], [2]]
     manifest = json.loads(

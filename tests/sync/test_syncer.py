@@ -32,13 +32,37 @@ def test_quorum_and_grace() -> None:
     assert server.next_deadline_s == pytest.approx(11.5)  # slack 2 - 1 second, half of it
     assert server.merge(11.4) == []
     assert server.merge(11.5) == [(0, 0), (1, 0)]
-    assert server.weights[0].tolist() == [-3.0, 0.0]
+    assert server.weights[0].tolist() == [-2.0, 0.0]  # the third counts as if it had not moved
     server.offer(push(2, [6.0, 6.0]), 11.6)
     server.offer(push(0, [0.0, 0.0], version=1), 12.0)
     assert server.merge(13.0) == [(0, 0), (2, 0)]
     assert server.stalest == 1
-    assert server.weights[0].tolist() == [-5.0, -2.0]  # a third of the weight: one merge behind counts half
+    assert server.weights[0].tolist() == [-4.0, -2.0]
     assert server.versions == [2]
+
+
+def test_a_round_of_single_pushes_is_worth_one_merge_of_all() -> None:
+    """Also where clusters weigh differently, once that is known."""
+    alone, together = syncer(quorum=1, grace=0.0), syncer(quorum=3)
+    for _ in range(2):
+        start = alone.weights[0].clone()
+        for cluster, tokens in enumerate((10.0, 20.0, 20.0)):
+            delta = [1.0 + cluster, -2.0 * cluster]
+            alone.offer(push(cluster, delta, version=alone.versions[0], tokens=tokens), 0.0)
+            alone.merge(0.0)
+            together.offer(push(cluster, delta, version=together.versions[0], tokens=tokens), 0.0)
+        together.merge(0.0)
+    torch.testing.assert_close(alone.weights[0] - start, together.weights[0] / 2)
+
+
+def test_whole_rounds_behind_weigh_less() -> None:
+    server = syncer(clusters=2, quorum=1, grace=0.0)
+    for number in range(4):
+        server.offer(push(0, [0.0, 0.0], version=number), 0.0)
+        server.merge(0.0)
+    server.offer(push(1, [6.0, 0.0], version=0), 1.0)
+    server.merge(1.0)
+    assert server.weights[0].tolist() == [-1.0, 0.0]  # half of the fleet, two rounds behind: a third of that
 
 
 def test_everybody_there_needs_no_grace() -> None:
@@ -74,7 +98,7 @@ def test_bounded_staleness_holds_the_fast_back() -> None:
     for number in range(3):
         server.offer(push(0, [1.0, 0.0], version=number), float(number))
         assert server.merge(float(number)) == ([(0, 0)] if number < 2 else [])
-    assert server.weights[0].tolist() == [-3.0, 0.0]
+    assert server.weights[0].tolist() == [-1.5, 0.0]
     server.offer(push(1, [4.0, 0.0]), 9.0)
     assert server.merge(9.0) == [(0, 0), (1, 0)]
     assert server.stalest == 3
