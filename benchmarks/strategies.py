@@ -284,7 +284,7 @@ def main() -> None:
         "--gbps", type=float, nargs="+", default=[2.0, 5.0], choices=[2.0, 5.0], help="links to try (2 5)"
     )
     parser.add_argument("--steps", type=int, default=200, help="of the reference (200)")
-    parser.add_argument("--longer", type=float, default=1.5, help="times as many steps for the others (1.5)")
+    parser.add_argument("--longer", type=float, default=2.0, help="times as many steps for the others (2)")
     parser.add_argument(
         "--step-ms", type=float, help="what a step computes, if this machine is busy (measured)"
     )

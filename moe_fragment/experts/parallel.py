@@ -136,9 +136,15 @@ class _Shuffle:
         # A clone, as a column of one row or none counts as contiguous with any stride, which `view` takes exception to.
         return [data.clone(memory_format=torch.contiguous_format).view(part.dtype) for part, data in found]
 
-    def _all_to_all(self, moved: torch.Tensor, rows: torch.Tensor, *splits: list[int]) -> None:
+    def _all_to_all(
+        self,
+        moved: torch.Tensor,
+        rows: torch.Tensor,
+        arrived: list[int] | None = None,
+        sent: list[int] | None = None,
+    ) -> None:
         started = time.monotonic()
-        dist.all_to_all_single(moved, rows, *splits, group=self.group)
+        dist.all_to_all_single(moved, rows, arrived, sent, group=self.group)
         self.clock.local_s += time.monotonic() - started
 
 

@@ -257,7 +257,9 @@ def _files(checkpoint: Checkpoint, names: Sequence[str], *, buffers: bool) -> It
     part: dict[str, torch.Tensor] = {}
     if buffers:
         for name in checkpoint.names(_BUFFER):
-            part[f"{_BUFFER}|{name}|0"] = checkpoint.extra(f"{_BUFFER}|{name}|0")
+            key = f"{_BUFFER}|{name}|0"
+            if (stored := checkpoint.extra(key)) is not None:
+                part[key] = stored
     room = _PART_ELEMENTS
     for kind, name in held:
         source = OUTER if kind == WEIGHT and checkpoint.holds(OUTER, name) else kind
@@ -370,10 +372,10 @@ def _together(
 ) -> tuple[Manifest, list[Path]]:
     """One checkpoint of what several clusters gave; the first of them has given the trunk."""
     manifests = [Manifest.from_json(inbox.head["manifest"], f"from {inbox.name}") for inbox in inboxes]
-    merged = {
-        field: {name: value for one in manifests for name, value in getattr(one, field).items()}
-        for field in ("sizes", "steps", "shapes")
-    }
+
+    def merged(field: str) -> dict[str, Any]:
+        return {name: value for one in manifests for name, value in getattr(one, field).items()}
+
     first, donor = manifests[0], inboxes[0].donor
     # As far in its data as the donor is in its own.
     consumed = (
@@ -381,5 +383,13 @@ def _together(
         if batches[donor]
         else first.step * batches[receiver]
     )
-    manifest = replace(first, **merged, **own, consumed=consumed, sync=FleetSync.afresh(first.sync))
+    manifest = replace(
+        first,
+        sizes=merged("sizes"),
+        steps=merged("steps"),
+        shapes=merged("shapes"),
+        consumed=consumed,
+        sync=FleetSync.afresh(first.sync),
+        **own,
+    )
     return manifest, [path for inbox in inboxes for path in inbox.paths]

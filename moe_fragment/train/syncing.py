@@ -147,7 +147,9 @@ class FleetSync:
 
     def _guard(self, domain: Domain) -> Guard | None:
         guard = self.config.guard
-        return guard and Guard(guard.warn, guard.refuse, guard.experts if domain.experts else 1.0)
+        if guard is None:
+            return None
+        return Guard(guard.warn, guard.refuse, guard.experts if domain.experts else 1.0)
 
     def _outer(self) -> OuterSGD:
         outer = self.config.outer
