@@ -88,7 +88,8 @@ def by_ratio(data: Data, figure: Figure) -> None:
                 said = f"{label}, with a codec" if coded else label
                 _points(axes, chosen, "compression", colour=colour, marker=marker, label=said, face=face)
     for run in NAMED:
-        _name(axes, run, local.loc[run, "compression"], local.loc[run, "loss"])
+        side = "right" if run == "sign-ef" else "left"  # its neighbour's name is on its other side
+        _name(axes, run, local.loc[run, "compression"], local.loc[run, "loss"], side)
     _logarithmic(axes)
     axes.set_xlabel("times fewer trunk bytes than a plain fp32 all-reduce of every step")
     axes.set_ylabel(LOSS)
@@ -322,8 +323,9 @@ def _points(
     )
 
 
-def _name(axes: Axes, text: str, x: float, y: float) -> None:
-    axes.annotate(text, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
+def _name(axes: Axes, text: str, x: float, y: float, side: str) -> None:
+    offset = (6 if side == "left" else -6, 4)
+    axes.annotate(text, (x, y), xytext=offset, ha=side, textcoords="offset points", fontsize=8)
 
 
 FIGURES: dict[str, tuple[Callable[[Data, Figure], None], tuple[float, float]]] = {
