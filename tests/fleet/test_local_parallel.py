@@ -61,6 +61,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_process(fleets: Fleets, name: str) -> None:
+    """DeepSpeed#2870 (expert parallelism under ZeRO-3 is refused there), DeepSpeed#5066 (ranks without a token)."""
     check_same_as_one_process(fleets, CASES[name], f"parallel {name}")
 
 
