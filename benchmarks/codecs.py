@@ -9,9 +9,7 @@ sign and scale, torchft's fp8. CPU only: a ratio compares work, not what a GPU w
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import statistics
 import time
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.fleet import say, table
+from benchmarks.fleet import answer, command_line, say, table
 from moe_fragment.codecs import parse_codec
 
 SPECS: dict[str, Any] = {
@@ -203,12 +201,10 @@ def measure(name: str, way: Way, vector: torch.Tensor, turns: int) -> dict[str, 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.codecs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""what the columns say:
-  fp32 bytes / bytes     of the vector over what travels, scales and indices included
+    parser = command_line(
+        "codecs",
+        __doc__,
+        """  fp32 bytes / bytes     of the vector over what travels, scales and indices included
   error                  root mean square, relative to the vector
   error of what travels  the same over the coordinates that do not decode to zero
   / copy                 over a copy into memory that is there, in turns with it
@@ -217,7 +213,6 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=16.0, help="2**20 elements (16)")
     parser.add_argument("--turns", type=int, default=7, help="turns that count (7)")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     vector = torch.randn(int(options.millions * 2**20), generator=torch.Generator().manual_seed(0))
@@ -232,12 +227,9 @@ def main() -> None:
                 rows.append(measure(name, make(), vector, options.turns))
         except (ImportError, RuntimeError) as error:
             absent[name] = str(error)
-    if options.json:
-        print(json.dumps({"benchmark": "codecs", "elements": len(vector), "rows": rows, "absent": absent}))
-        return
-    print(table(COLUMNS, rows))
-    for name, reason in absent.items():
-        print(f"\n{name} does not run here: {reason}")
+    missing = [f"\n{name} does not run here: {reason}" for name, reason in absent.items()]
+    found = {"elements": len(vector), "rows": rows, "absent": absent}
+    answer("codecs", found, "\n".join([table(COLUMNS, rows), *missing]), as_json=options.json)
 
 
 if __name__ == "__main__":

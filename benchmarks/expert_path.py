@@ -15,9 +15,7 @@ CPU only: both ranks share this machine's cores, so a ratio compares work, not w
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -238,12 +236,10 @@ def render(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.expert_path",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""what the columns say:
-  E / K / T       experts of the layer, experts per token, tokens per rank
+    parser = fleet.command_line(
+        "expert_path",
+        __doc__,
+        """  E / K / T       experts of the layer, experts per token, tokens per rank
   time / pairs    seconds of cross_cluster over those of the other way, turn by turn (below 1: faster)
   CPU / pairs     the same for CPU seconds of both ranks; hardly disturbed by other jobs
   MB, bytes       payload one rank sends in forward and backward, as the fabric counts it
@@ -260,7 +256,6 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1 Gbit/s", help="of the emulated links (1 Gbit/s)")
     parser.add_argument("--rtt", default="10 ms", help="round trip of the emulated links (10 ms)")
     parser.add_argument("--turns", type=int, default=9, help="turns that count (9)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args()
     pairs_of_counts = [tuple(map(int, text.split(":"))) for text in options.experts]
     cases = [
@@ -282,14 +277,13 @@ def main() -> None:
             for case in cases:
                 say(f"expert_path: {name} links, {case}")
                 tables[name].append(measure(group, case, options.turns))
-    if options.json:
-        link = {"bandwidth": options.bandwidth, "rtt": options.rtt}
-        print(json.dumps({"benchmark": "expert_path", "link": link} | tables))
-        return
-    print("Links as fast as the machine:\n")
-    print(render(tables["plain"], PLAIN_COLUMNS))
-    print(f"\nEmulated links of {options.bandwidth}, {options.rtt} round trip:\n")
-    print(render(tables["emulated"], EMULATED_COLUMNS))
+    text = (
+        f"Links as fast as the machine:\n\n{render(tables['plain'], PLAIN_COLUMNS)}\n\n"
+        f"Emulated links of {options.bandwidth}, {options.rtt} round trip:\n\n"
+        f"{render(tables['emulated'], EMULATED_COLUMNS)}"
+    )
+    link = {"bandwidth": options.bandwidth, "rtt": options.rtt}
+    fleet.answer("expert_path", {"link": link} | tables, text, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ costs nothing, so the sides can take turns (A B A B ...) and a busy machine slow
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import os
 import pickle
@@ -228,3 +230,26 @@ def table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(text.format(**row) for text in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def command_line(name: str, about: str | None, columns: str = "") -> argparse.ArgumentParser:
+    """The parser of one program, with `--json`.
+
+    Args:
+        name: of its module.
+        about: its docstring.
+        columns: what the columns of its table say, a line each.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=columns and f"what the columns say:\n{columns}",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    return parser
+
+
+def answer(name: str, found: dict[str, Any], text: str, *, as_json: bool) -> None:
+    """Print what a program has found, for programs or for people."""
+    print(json.dumps({"benchmark": name} | found) if as_json else text)

@@ -12,9 +12,7 @@ is what a rank has at its peak above what it had before the model was built.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -87,11 +85,7 @@ COLUMNS = {
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layouts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = fleet.command_line("layouts", __doc__)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -101,17 +95,14 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=6, help="turns per layout that count (6)")
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (2)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for hidden, experts, top_k in (MODELS[name] for name in options.models):
         case = Case(sizes=SIZES, stage=3, hidden=hidden, experts=experts, top_k=top_k)
         say(f"layouts: {case}")
         rows += measure(case, options.turns, options.steps)
-    if options.json:
-        print(json.dumps({"benchmark": "layouts", "rows": rows}))
-    else:
-        print(fleet.table(COLUMNS, [row | {"peak_mb": row["peak_bytes"] / 1e6} for row in rows]))
+    text = fleet.table(COLUMNS, [row | {"peak_mb": row["peak_bytes"] / 1e6} for row in rows])
+    fleet.answer("layouts", {"rows": rows}, text, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ compute on this machine's cores, so a step of four takes longer than one of two;
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,12 +266,10 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.strategies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""what the columns say:
-  times faster   seconds of training to the target loss, of the reference over this strategy's, as measured
+    parser = fleet.command_line(
+        "strategies",
+        __doc__,
+        """  times faster   seconds of training to the target loss, of the reference over this strategy's, as measured
   undisturbed    the same if every step had computed as long as the quickest tenth did while nothing was sent; other
                  jobs on the machine lengthen computing, but not the emulated link's transfers""",
     )
@@ -288,7 +284,6 @@ def main() -> None:
     parser.add_argument(
         "--step-ms", type=float, help="what a step computes, if this machine is busy (measured)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -302,7 +297,7 @@ def main() -> None:
                 exchange = wan.steps_per_exchange(clusters)
                 say(f"strategies: {wan.gbps:g} Gbit/s, an exchange takes as long as {exchange:.1f} steps")
                 rows += measure(home, wan, clusters, step_s, parameters, options.steps, options.longer)
-    print(json.dumps({"benchmark": "strategies", "rows": rows}) if options.json else render(rows))
+    fleet.answer("strategies", {"rows": rows}, render(rows), as_json=options.json)
 
 
 if __name__ == "__main__":

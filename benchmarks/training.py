@@ -11,8 +11,6 @@ CPU only: all ranks share this machine's cores, so a ratio compares work per ste
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -337,12 +335,10 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="""what the columns say:
-  speed ratio   tokens per second, fragmented over plain (above 1: fragmented is faster)
+    parser = fleet.command_line(
+        "training",
+        __doc__,
+        """  speed ratio   tokens per second, fragmented over plain (above 1: fragmented is faster)
   CPU ratio     CPU seconds of all ranks per step, fragmented over plain; hardly disturbed by other jobs
   peak MB       largest resident memory of a rank above what it had before the model was built
   WAN MB        bytes that leave a cluster per step: measured for fragmented, for plain data parallel the least
@@ -356,14 +352,13 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=6, help="turns per side and row that count (6)")
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (2)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args()
     rows = []
     for case in cases(options.fleets, options.stages, options.models):
         say(f"training: {case}")
         rows.append(measure(case, options.turns, options.steps))
         say(f"  speed {rows[-1]['speed_ratio']:.2f}, memory {rows[-1]['memory_ratio']:.2f}")
-    print(json.dumps({"benchmark": "training", "rows": rows}) if options.json else render(rows))
+    fleet.answer("training", {"rows": rows}, render(rows), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class RowLayout:
         """Bytes of one row."""
         return sum(width * dtype.itemsize for width, dtype in self.columns)
 
-    def pack(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """One tensor [n, width] per column to uint8 [n, row_bytes] in host memory, pinned when they come from a GPU."""
+    def join(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """One tensor [n, width] per column to uint8 [n, row_bytes], where they are."""
         parts = [
             tensor.detach()
             .to(dtype)
@@ -33,14 +33,18 @@ class RowLayout:
             .view(-1, width * dtype.itemsize)
             for tensor, (width, dtype) in zip(tensors, self.columns, strict=True)
         ]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def pack(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The same in host memory, pinned when they come from a GPU."""
+        rows = self.join(*tensors)
         if rows.device.type == "cpu":
             return rows
         host = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=rows.device.type == "cuda")
         return host.copy_(rows)
 
     def unpack(self, rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Inverse of `pack`, on `device`, which the rows reach in one copy."""
+        """Inverse of `join` and `pack`, on `device`, which the rows reach in one copy."""
         rows = rows.to(device)
         tensors, start = [], 0
         for width, dtype in self.columns:

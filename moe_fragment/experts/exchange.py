@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_fragment.codecs import RowLayout
+from moe_fragment.experts.rows import add_rows
 from moe_fragment.fabric import Fabric, Route, Transfer
 
 ID_DTYPE = torch.int16
@@ -81,10 +82,7 @@ class Exchange:
     def combined(
         self, ticket: torch.Tensor, local_TD: torch.Tensor, token_N: torch.Tensor, sent_C: list[int]
     ) -> torch.Tensor:
-        """Wait for the answers (in the order the rows were sent) and add them to the local sums, [T, D].
-
-        Added cluster by cluster: within one, no token occurs twice, so no result depends on the order of atomics.
-        """
+        """Wait for the answers (in the order the rows were sent) and add them to the local sums, [T, D]."""
         return _CombineWait.apply(ticket, local_TD, token_N, sent_C, self)
 
 
@@ -166,8 +164,7 @@ class _CombineWait(torch.autograd.Function):
         ctx.exchange, ctx.token_N = exchange, token_N
         (rows_ND,) = exchange.vectors.unpack(exchange.wait(), ticket.device)
         total_TD = local_TD.clone()
-        for tokens, rows in zip(token_N.split(sent_C), rows_ND.split(sent_C), strict=True):
-            total_TD.index_add_(0, tokens, rows)
+        add_rows(total_TD, token_N, rows_ND, sent_C)
         return total_TD
 
     @staticmethod

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_fragment.codecs import RowLayout
+from moe_fragment.experts.rows import add_rows, group_rows
 from moe_fragment.fabric import WaitClock
 from moe_fragment.placement.policies import apportion
 
@@ -85,12 +87,9 @@ class ParallelPath:
         """
         self._rank_S, self._slot_S = self._rank_S.to(slots_TK.device), self._slot_S.to(slots_TK.device)
         rank_TK = self._rank_S[slots_TK]
-        wanted_TR = torch.zeros(len(slots_TK), self._ranks + 1, dtype=torch.bool, device=slots_TK.device)
-        wanted_TR = wanted_TR.scatter_(1, rank_TK, True)[:, : self._ranks]
-        rank_N, token_N = wanted_TR.t().nonzero(as_tuple=True)
-        meant_NK = rank_TK[token_N] == rank_N[:, None]
+        token_N, meant_NK, sent = group_rows(rank_TK, self._ranks + 1, nowhere=self._ranks)
         slots_NK = torch.where(meant_NK, slots_TK[token_N], len(self._slot_S) - 1)
-        shuffle = _Shuffle(wanted_TR.sum(dim=0), token_N, self._parallel.group, self._clock)
+        shuffle = _Shuffle(sent[: self._ranks], token_N, self._parallel.group, self._clock)
         rows_MD, weights_MK, slots_MK = _Dispatch.apply(
             hidden_TD.index_select(0, token_N),
             weights_TK.index_select(0, token_N) * meant_NK,
@@ -119,22 +118,22 @@ class _Shuffle:
         self.sent_R: list[int] = sent_R.tolist()
         self.arrived_R: list[int] = arrived_R.tolist()
 
-    def there(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+    def there(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Matrices [N, ...] to [M, ...], together."""
         return self._move(parts, self.sent_R, self.arrived_R)
 
-    def back(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+    def back(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Matrices [M, ...] to [N, ...], together."""
         return self._move(parts, self.arrived_R, self.sent_R)
 
-    def _move(self, parts: Sequence[torch.Tensor], sent: list[int], arrived: list[int]) -> list[torch.Tensor]:
-        packed = torch.cat([_bytes(part) for part in parts], dim=1)
-        moved = packed.new_empty(sum(arrived), packed.shape[1])
+    def _move(
+        self, parts: Sequence[torch.Tensor], sent: list[int], arrived: list[int]
+    ) -> tuple[torch.Tensor, ...]:
+        layout = RowLayout(tuple((part.shape[1], part.dtype) for part in parts))
+        packed = layout.join(*parts)
+        moved = packed.new_empty(sum(arrived), layout.row_bytes)
         self._all_to_all(moved, packed, arrived, sent)
-        widths = [part.shape[1] * part.element_size() for part in parts]
-        found = zip(parts, moved.split(widths, dim=1), strict=True)
-        # A clone, as a column of one row or none counts as contiguous with any stride, which `view` takes exception to.
-        return [data.clone(memory_format=torch.contiguous_format).view(part.dtype) for part, data in found]
+        return layout.unpack(moved, packed.device)
 
     def _all_to_all(
         self,
@@ -146,12 +145,6 @@ class _Shuffle:
         started = time.monotonic()
         dist.all_to_all_single(moved, rows, arrived, sent, group=self.group)
         self.clock.local_s += time.monotonic() - started
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """A matrix's rows as uint8; autograd hands over some that are not laid out as one."""
-    width = rows.shape[1] * rows.element_size()
-    return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -178,11 +171,7 @@ class _Combine(torch.autograd.Function):
         ctx.shuffle = shuffle
         (rows_ND,) = shuffle.back(sums_MD)
         total_TD = rows_ND.new_zeros(tokens, rows_ND.shape[1])
-        # Rank by rank: from one, no token comes twice, so no result depends on the order of atomics.
-        for token, rows in zip(
-            shuffle.token_N.split(shuffle.sent_R), rows_ND.split(shuffle.sent_R), strict=True
-        ):
-            total_TD.index_add_(0, token, rows)
+        add_rows(total_TD, shuffle.token_N, rows_ND, shuffle.sent_R)
         return total_TD
 
     @staticmethod

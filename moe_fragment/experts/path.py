@@ -14,6 +14,7 @@ import torch
 
 from moe_fragment.experts.exchange import Exchange
 from moe_fragment.experts.parallel import ExpertParallel, ParallelPath
+from moe_fragment.experts.rows import group_rows
 from moe_fragment.experts.statistics import ExpertStatistics, in_recompute
 from moe_fragment.fabric import Fabric
 from moe_fragment.placement import Placement
@@ -124,13 +125,9 @@ class ExpertPath:
     def dispatch_preprocess(self, ids_TK: torch.Tensor, *, training: bool) -> Dispatch:
         """Decide which tokens go where: one row per (token, remote cluster), grouped by cluster."""
         owner_TK = self._tables(ids_TK.device).owner_E[ids_TK]
-        wanted_TC = torch.zeros(ids_TK.shape[0], self.fabric.clusters, dtype=torch.bool, device=ids_TK.device)
-        wanted_TC.scatter_(1, owner_TK, True)
-        wanted_TC[:, self.fabric.cluster] = False
-        cluster_N, token_N = wanted_TC.t().nonzero(as_tuple=True)
-        meant_NK = owner_TK[token_N] == cluster_N[:, None]
+        token_N, meant_NK, sent = group_rows(owner_TK, self.fabric.clusters, nowhere=self.fabric.cluster)
         ids_NK = torch.where(meant_NK, ids_TK[token_N], -1)
-        dispatch = Dispatch(token_N, ids_NK, meant_NK, wanted_TC.sum(dim=0).tolist(), owner_TK)
+        dispatch = Dispatch(token_N, ids_NK, meant_NK, sent.tolist(), owner_TK)
         if training and not in_recompute():
             self.statistics.count(
                 self.layer,

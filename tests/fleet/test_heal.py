@@ -17,6 +17,7 @@ from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.test_sync_state import STREAMING
 from tests.train.runs import (
+    EVERYWHERE,
     heal_on_a_full_disk,
     losses_of,
     recipe_for,
@@ -28,10 +29,6 @@ from tests.train.runs import (
 )
 
 STEPS = 6
-EVERYWHERE: dict[str, Any] = {
-    "placement": {"policy": "replicated", "table": None},
-    "experts": {"exchange": "local"},
-}
 
 
 def without(home: Path, recipe: dict[str, Any], step: int, cluster: str) -> dict[str, Any]:

@@ -12,12 +12,10 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
@@ -26,55 +24,22 @@ import yaml
 from moe_fragment.observe import RunLog
 from moe_fragment.train.checkpoint import is_merged
 from moe_fragment.train.world import free_port
-from tests.train.runs import ROOT, recipe_for
+from tests.fleet.commands import (
+    PRETRAIN,
+    RUN_S,
+    Command,
+    address_of,
+    belonging_to,
+    one_cluster,
+    ranks_of,
+    until,
+)
+from tests.train.runs import EVERYWHERE, recipe_for
 
 STEPS = 6
-BIN = Path(sys.executable).parent
-PRETRAIN = ROOT / "recipes" / "pretrain.py"
 QUICK = {"heartbeat_timeout": "5 s", "exchange_timeout": "15 s", "quorum_timeout": "30 s"}
-RUN_S = 240.0
 LIMIT_S = 300.0
 """Far more than any test needs, for machines that are busy with other things."""
-
-
-class Command:
-    """A command in a session of its own, its output in files."""
-
-    running: ClassVar[list[Command]] = []
-
-    def __init__(self, home: Path, *words: object) -> None:
-        index = len(list(home.glob("*.out")))
-        self.out, self.err = home / f"{index}.out", home / f"{index}.err"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [str(BIN / str(words[0])), *map(str, words[1:])],
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                cwd=home,
-                env={
-                    **os.environ,
-                    "DS_ACCELERATOR": "cpu",
-                    "OMP_NUM_THREADS": "1",
-                    "PATH": f"{BIN}:{os.environ['PATH']}",
-                },
-                start_new_session=True,
-            )
-        Command.running.append(self)
-
-    def ends(self, within_s: float = RUN_S) -> int:
-        """Its exit code."""
-        return self.process.wait(within_s)
-
-    @property
-    def said(self) -> str:
-        """Everything it wrote."""
-        return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
-
-    @property
-    def json(self) -> Any:
-        """What it wrote to standard output."""
-        return json.loads(self.out.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +66,6 @@ def nothing_left(home: Path) -> Iterator[None]:
         port for log in logs for port in re.findall(r"--master_port=(\d+)", log.read_text(errors="replace"))
     }
     assert [name for name in os.listdir("/dev/shm") if ports & set(name.split("_"))] == []
-
-
-def belonging_to(home: Path) -> list[psutil.Process]:
-    """Processes that work in `home`."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()) == home:
-                found.append(process)
-    return found
-
-
-def until(ready: Callable[[], Any], within_s: float, story: Callable[[], str]) -> Any:
-    """Poll until `ready()` is true; returns what it returned."""
-    deadline = time.monotonic() + within_s
-    while not (found := ready()):
-        assert time.monotonic() < deadline, story()
-        time.sleep(0.1)
-    return found
 
 
 def write(
@@ -167,23 +113,6 @@ def complete(home: Path) -> dict[str, list[Command]]:
     coordinator.process.terminate()
     assert coordinator.ends(10.0) == 0
     return found
-
-
-def address_of(coordinator: Command) -> str:
-    """Where a coordinator listens, once it does."""
-    until(lambda: coordinator.out.read_text().endswith("}\n"), 60.0, lambda: coordinator.said)
-    address: str = coordinator.json["address"]
-    return address
-
-
-def one_cluster(home: Path, recipe: Path, name: str, ranks: int, address: str, *more: object) -> Command:
-    """One cluster of a fleet under a launcher of its own."""
-    return Command(
-        home,
-        "deepspeed",
-        *("--num_gpus", ranks, "--master_port", free_port(), PRETRAIN, "--recipe", recipe),
-        *("--cluster", name, "--coordinator", address, *more),
-    )
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -240,19 +169,6 @@ def test_launch_of_a_complete_run_has_nothing_to_do(complete: dict[str, list[Com
     assert again.ends(45.0) == 0, again.said
     print(f"LAUNCH again {time.monotonic() - started:.1f} s")
     assert again.json == complete["launched"][0].json
-
-
-def ranks_of(home: Path, name: str) -> dict[tuple[str, int], int]:
-    """Process ids by cluster and rank of a fleet under `moe-fragment launch`, as far as they have started."""
-    found = {}
-    for process in belonging_to(home):
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            local = [word.removeprefix("--local_rank=") for word in words if word.startswith("--local_rank=")]
-            if local and any(word.endswith(f"/{name}.yaml") for word in words) and "-m" not in words[:2]:
-                cluster = words[words.index("--cluster") + 1] if "--cluster" in words else ""
-                found[cluster, int(local[0])] = process.pid
-    return found
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -333,8 +249,7 @@ def test_cluster_lost_while_a_fragment_is_under_way_gets_its_state_back(home: Pa
     """The merge fails, the other cluster saves what it has, and gives it in the next life to the one without."""
     link = {"between": ["ada", "bob"], "bandwidth": "1 Mbit/s", "rtt": "5 ms"}
     sections = {
-        "placement": {"policy": "replicated", "table": None},
-        "experts": {"exchange": "local"},
+        **EVERYWHERE,
         "sync": {"strategy": "streaming_diloco", "every": 24, "fragments": 1, "overlap": 20},
         "topology": {"links": [link]},
     }

@@ -16,6 +16,7 @@ from tests.fleet.harness import Fleets
 from tests.fleet.test_resume import assert_same_bits, cut, worst
 from tests.fleet.training import Scenario, train_on_links
 from tests.train.runs import (
+    EVERYWHERE,
     losses_of,
     recipe_for,
     refused,
@@ -42,11 +43,7 @@ LIVES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
         (1, 2, 4, 5),
     ),
     "sparseloco": (
-        {
-            "sync": {"preset": "sparseloco", "every": 3},
-            "experts": {"exchange": "local"},
-            "placement": {"policy": "replicated", "table": None},
-        },
+        {**EVERYWHERE, "sync": {"preset": "sparseloco", "every": 3}},
         "zero1-fp32",
         (2, 4),
     ),

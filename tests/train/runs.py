@@ -46,6 +46,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"architecture": "mixtral", "config": {**TINY, "num_local_experts": 6}},
 }
+EVERYWHERE: dict[str, dict[str, Any]] = {
+    "placement": {"policy": "replicated", "table": None},
+    "experts": {"exchange": "local"},
+}
+"""Sections of a recipe whose clusters train apart, each with all experts."""
 PLACEMENT = {"policy": "manual", "table": {"ada": [0, 2, 5], "bob": [1, 3, 4]}}
 
 
