@@ -15,7 +15,7 @@ import yaml
 from moe_fragment import cli
 from moe_fragment.topology import Topology
 from moe_fragment.train import launch
-from moe_fragment.train.engine import check_deepspeed_config, load_deepspeed_config
+from moe_fragment.train.deepspeed_config import check_deepspeed_config, load_deepspeed_config
 from moe_fragment.train.model import check_model
 from moe_fragment.train.recipe import Recipe, split_batch
 from tests.train.runs import ROOT, recipe_for

@@ -33,6 +33,7 @@ class Exchange:
         width: D, width of a hidden vector.
         top_k: K, experts per token.
         dtype: of hidden vectors, weights_dtype of routing weights; both travel as they are.
+        where: layer and micro-batch, which an error names.
         repeats: the forward that this one recomputes: rows take its route, and the same pairs are computed even when
             they do not arrive. None opens a route.
     """
@@ -45,9 +46,11 @@ class Exchange:
         top_k: int,
         dtype: torch.dtype,
         weights_dtype: torch.dtype,
+        where: str = "",
         repeats: Exchange | None = None,
     ) -> None:
         self.fabric = fabric
+        self.where = where
         self.vectors = RowLayout(((width, dtype),))
         self.dispatched = RowLayout(((width, dtype), (top_k, ID_DTYPE), (top_k, weights_dtype)))
         self.gradients = RowLayout(((width, dtype), (top_k, weights_dtype)))
@@ -99,7 +102,7 @@ class _DispatchStart(torch.autograd.Function):
         ctx.exchange, ctx.device = exchange, rows_ND.device
         packed = exchange.dispatched.pack(rows_ND, ids_NK, weights_NK)
         if exchange.route is None:
-            exchange.pending = exchange.fabric.open_route(packed, sent_C)
+            exchange.pending = exchange.fabric.open_route(packed, sent_C, where=exchange.where)
         else:
             assert exchange.route.sent_C == sent_C, "a recompute must route as its forward did"
             exchange.pending = exchange.fabric.forward(exchange.route, packed, "dispatch")

@@ -68,6 +68,7 @@ class ExpertPath:
     Args:
         fabric: of this rank.
         placement: tables of this layer.
+        index: decoder layer, for errors.
         layer: position among the MoE layers, for statistics.
         statistics: counters shared by all layers of the model.
         parallel: how the cluster's experts are spread over its ranks; None where each rank holds them all.
@@ -78,12 +79,14 @@ class ExpertPath:
         fabric: Fabric,
         placement: LayerPlacement,
         *,
+        index: int = 0,
         layer: int,
         statistics: ExpertStatistics,
         parallel: ExpertParallel | None = None,
     ) -> None:
         self.fabric = fabric
         self.placement = placement
+        self.index = index
         self.layer = layer
         self.statistics = statistics
         self.local_path: ParallelPath | None = None
@@ -149,6 +152,7 @@ class ExpertPath:
             top_k=weights_TK.shape[1],
             dtype=hidden_TD.dtype,
             weights_dtype=weights_TK.dtype,
+            where=f"layer {self.index}, micro-batch {self.statistics.micro_batch}",
             repeats=repeated,
         )
         if torch.is_grad_enabled() and not in_recompute():

@@ -30,6 +30,8 @@ class ExpertStatistics:
         self.dropped_pairs = 0
         self.paused = False
         """Whether what runs now is not to be counted."""
+        self.micro_batch = 0
+        """Which of a step's micro-batches runs now."""
 
     def count(
         self, layer: int, *, owner_TK: torch.Tensor, ids_TK: torch.Tensor, sent_C: list[int], cluster: int

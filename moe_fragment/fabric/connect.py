@@ -35,6 +35,7 @@ def connect(
     coordinator: str,
     facts: dict[str, Any],
     side: bool = False,
+    stages: int = 1,
 ) -> Fabric:
     """Join the fleet; collective over the fleet.
 
@@ -47,10 +48,12 @@ def connect(
         coordinator: `host:port` of the coordinator's store.
         facts: what all clusters must agree on, by name; see `join_fleet`.
         side: whether gateways also get a side rail, for trunk syncs that outlast steps.
+        stages: of the pipeline in every cluster, whose ranks are numbered stage by stage; 1 for none.
 
     Raises:
         FleetError: the coordinator does not answer, a cluster does not appear, or clusters disagree.
-        ValueError: the default group has another size than the topology says.
+        ValueError: the default group has another size than the topology says, or ranks or rails cannot be divided among
+            the stages.
     """
     index = topology.index(cluster)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -59,13 +62,14 @@ def connect(
             f"cluster {cluster} runs {size} ranks, but the topology gives it {topology.sizes[index]}"
         )
     rails = topology.num_rails
+    if size % stages or rails % stages:
+        raise ValueError(f"{size} ranks and {rails} rails cannot be divided among {stages} stages")
     patience = timedelta(seconds=config.join_timeout_s + _LOCAL_S)
-    layout = LaneLayout.of(rank, size, rails)
+    layout = LaneLayout.of(rank, size, rails, stages)
+    lanes = LaneLayout.all(size, rails, stages)
     lane_groups = [
-        dist.new_group(list(range(rail, size, rails)), timeout=patience, backend="gloo")
-        if size > rails
-        else None
-        for rail in range(rails)
+        dist.new_group(list(lane.members), timeout=patience, backend="gloo") if size > rails else None
+        for lane in lanes
     ]
     lane = Lane(layout, rank, lane_groups[layout.rail] if len(layout.members) > 1 else None)
     control = dist.new_group(list(range(size)), timeout=patience, backend="gloo") if size > 1 else None
@@ -79,6 +83,8 @@ def connect(
         join_timeout_s=config.join_timeout_s,
         emulated=config.emulate,
         near=_by_distance(topology, cluster),
+        gateways=tuple(lane.gateway for lane in lanes),
+        stage=rank // (size // stages) if stages > 1 else None,
     )
     fabric.everyone(_join, fabric, topology, config, cluster, coordinator, facts, side)
     return fabric

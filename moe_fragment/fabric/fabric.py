@@ -61,6 +61,8 @@ class Fabric:
         join_timeout_s: longest wait for another cluster outside steps.
         emulated: whether links are emulated; goes into the run log.
         near: indices of all clusters, nearest first; default by index.
+        gateways: local rank of each rail's gateway, by rail; default the first rank alone.
+        stage: of the cluster's pipeline that this rank runs; None without one.
     """
 
     def __init__(
@@ -74,11 +76,15 @@ class Fabric:
         join_timeout_s: float = 600.0,
         emulated: bool = False,
         near: tuple[int, ...] = (),
+        gateways: tuple[int, ...] = (0,),
+        stage: int | None = None,
     ) -> None:
         self.cluster = cluster
         self.names = names
         self.near = near or tuple(range(len(names)))
         self.lane = lane
+        self.gateways = gateways
+        self.stage = stage
         self.emulated = emulated
         self._join_timeout = timedelta(seconds=join_timeout_s)
         self.control = control
@@ -111,6 +117,16 @@ class Fabric:
     def is_gateway(self) -> bool:
         """Whether this rank is on a rail itself."""
         return self._rail is not None
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place in its cluster."""
+        return dist.get_rank(self.control) if self.control is not None else 0
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks this cluster has."""
+        return dist.get_world_size(self.control) if self.control is not None else 1
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -210,10 +226,15 @@ class Fabric:
     # -- tokens ------------------------------------------------------------------------------------------------
 
     def open_route(
-        self, rows: torch.Tensor, sent_C: list[int], channel: str = "dispatch"
+        self, rows: torch.Tensor, sent_C: list[int], channel: str = "dispatch", where: str = ""
     ) -> Transfer[tuple[Route, torch.Tensor]]:
-        """Start sending `rows` (uint8 [sum(sent_C), b], host memory, grouped by destination cluster)."""
-        return self._submit(self._routes.open, rows, sent_C, channel)
+        """Start sending `rows` (uint8 [sum(sent_C), b], host memory, grouped by destination cluster).
+
+        `where` is what an error names, besides the stage of a pipeline.
+        """
+        if self.stage is not None:
+            where = f"stage {self.stage}, {where}"
+        return self._submit(self._routes.open, rows, sent_C, channel, where)
 
     def forward(self, route: Route, rows: torch.Tensor, channel: str) -> Transfer[torch.Tensor]:
         """Start sending new rows along `route`: uint8 [route.sent, b] in, uint8 [route.arrived, b] out."""
@@ -300,7 +321,7 @@ class Fabric:
         """One picklable value per rank of this cluster, in rank order."""
         if self.control is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.control)
+        values: list[Any] = [None] * self.local_ranks
         dist.all_gather_object(values, value, group=self.control)
         return values
 

@@ -1,7 +1,9 @@
 """A lane: the ranks of one cluster that use the same gateway, over the cluster's fast local network.
 
-With R rails, local rank r belongs to the lane of gateway r mod R. A lane of one rank (every rank its own gateway) moves
-nothing. All methods are collective over the lane and issued in the same order by all its ranks.
+With R rails, local rank r belongs to the lane of gateway r mod R. If a cluster runs a pipeline, its ranks are numbered
+stage by stage, each stage has the same number of rails of its own, and the rule holds within it: tokens meet those of
+the same layers. A lane of one rank (every rank its own gateway) moves nothing. All methods are collective over the lane
+and issued in the same order by all its ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +22,26 @@ class LaneLayout:
     members: tuple[int, ...]
 
     @staticmethod
-    def of(local_rank: int, cluster_size: int, rails: int) -> LaneLayout:
-        """The lane of `local_rank` in a cluster of `cluster_size` ranks and `rails` gateways."""
-        rail = local_rank % rails
-        return LaneLayout(rail, tuple(range(rail, cluster_size, rails)))
+    def of(local_rank: int, cluster_size: int, rails: int, stages: int = 1) -> LaneLayout:
+        """The lane of `local_rank` in a cluster of `cluster_size` ranks, `rails` gateways and `stages`."""
+        width, own_rails = cluster_size // stages, rails // stages
+        stage, place = divmod(local_rank, width)
+        first, end = stage * width + place % own_rails, (stage + 1) * width
+        return LaneLayout(stage * own_rails + place % own_rails, tuple(range(first, end, own_rails)))
+
+    @staticmethod
+    def all(cluster_size: int, rails: int, stages: int = 1) -> tuple[LaneLayout, ...]:
+        """The lanes of a cluster, by rail."""
+        found = {
+            lane.rail: lane
+            for lane in (LaneLayout.of(rank, cluster_size, rails, stages) for rank in range(cluster_size))
+        }
+        return tuple(found[rail] for rail in range(rails))
+
+    @property
+    def gateway(self) -> int:
+        """Local rank of the lane's gateway."""
+        return self.members[0]
 
 
 class Lane:

@@ -29,6 +29,8 @@ class Route:
     lane_sent_LC: list[list[int]] = field(default_factory=list)
     gateway_arrived_C: list[int] = field(default_factory=list)
     failed: bool = False
+    where: str = ""
+    """What it is about, for errors."""
 
     @property
     def sent(self) -> int:
@@ -39,6 +41,10 @@ class Route:
     def arrived(self) -> int:
         """Rows that arrive at this rank."""
         return sum(self.arrived_C)
+
+    def located(self, error: ExchangeError) -> ExchangeError:
+        """An error with the word on where it happened."""
+        return ExchangeError(f"{self.where}: {error}") if self.where else error
 
 
 class RouteTable:
@@ -65,13 +71,17 @@ class RouteTable:
         self._on_failure = on_failure
         self._healthy = healthy
 
-    def open(self, rows: torch.Tensor, sent_C: list[int], channel: str) -> tuple[Route, torch.Tensor]:
+    def open(
+        self, rows: torch.Tensor, sent_C: list[int], channel: str, where: str = ""
+    ) -> tuple[Route, torch.Tensor]:
         """Open a route with `rows` (uint8 [sum(sent_C), b], grouped by destination cluster) and send them along it.
+
+        `where` is named by errors of the route.
 
         Returns:
             the route and the rows that arrived, uint8 [route.arrived, b], grouped by source cluster.
         """
-        route = Route(sent_C, lane_sent_LC=self._lane.all_gather(sent_C))
+        route = Route(sent_C, lane_sent_LC=self._lane.all_gather(sent_C), where=where)
         return route, self._forward(route, rows, channel, opening=True)
 
     def forward(self, route: Route, rows: torch.Tensor, channel: str) -> torch.Tensor:
@@ -113,7 +123,7 @@ class RouteTable:
                     f"clusters sent {sizes} bytes, which are no rows of {row_bytes} bytes each"
                 )
         except ExchangeError as error:
-            self._on_failure(error)
+            self._on_failure(route.located(error))
             return None
         if opening:
             route.gateway_arrived_C = [part.numel() // row_bytes for part in arrived_C]
@@ -165,7 +175,7 @@ class RouteTable:
                     [total * row_bytes for total in totals],
                 )
             except ExchangeError as error:
-                self._on_failure(error)
+                self._on_failure(route.located(error))
         if answers is None:
             return [torch.zeros((sum(counts), row_bytes), dtype=torch.uint8) for counts in route.lane_sent_LC]
         return split_by_member(answers, route.lane_sent_LC, row_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from moe_fragment.experts import (
 )
 from moe_fragment.experts.interface import ATTRIBUTE
 from moe_fragment.fabric import Fabric
-from moe_fragment.models.router import routers
+from moe_fragment.models.router import FragmentMoeRouter, routers
 from moe_fragment.placement import Placement
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
@@ -54,7 +55,10 @@ class Fragmented:
     placement: Placement
     cluster: int
     layers: tuple[ExpertLayer, ...]
+    """Those of this rank; of a pipeline, of its stage."""
     statistics: ExpertStatistics
+    routers: tuple[FragmentMoeRouter, ...] = ()
+    """Of `layers`; none in a stock model."""
     parallel: ExpertParallel | None = None
     """How the cluster's experts are spread over its ranks; None where each rank holds them all.
 
@@ -82,20 +86,42 @@ class Fragmented:
 
     def holders(self, parameter_name: str, expert: int) -> tuple[int, ...]:
         """Indices of the clusters that hold a copy of an expert of a stacked parameter."""
-        prefix = parameter_name.rpartition(".")[0]
-        layer = next(layer for layer in self.layers if layer.name == prefix)
-        return self.placement.holders(layer.index, expert)
+        return self.placement.holders(layer_index(parameter_name), expert)
 
     def replica_sets(self) -> tuple[tuple[int, ...], ...]:
         """The sets of clusters that share experts, each once; the same on every cluster."""
         found = {
-            self.placement.holders(layer.index, expert)
-            for layer in self.layers
+            self.placement.holders(layer, expert)
+            for layer in self.placement.layers
             for expert in range(self.placement.num_experts)
         }
         return tuple(sorted(holders for holders in found if len(holders) > 1))
 
-    def route_locally(self, model: nn.Module, local: bool) -> None:
+    @contextmanager
+    def micro_batch(self, index: int, *, counted: bool = True) -> Iterator[None]:
+        """What runs inside is a step's micro-batch `index`, counted from 0.
+
+        Args:
+            index: errors name it.
+            counted: whether statistics and router load see it; a filler's token is nobody's.
+        """
+        self.statistics.micro_batch = index
+        if counted:
+            yield
+            return
+        before = [router.tokens_per_expert.clone() for router in self.routers]
+        self.statistics.paused = True
+        yield
+        self.statistics.paused = False
+        for router, load_E in zip(self.routers, before, strict=True):
+            router.tokens_per_expert.copy_(load_E)
+
+    def positions(self) -> list[int]:
+        """Of this rank's layers, their places among all MoE layers of the model."""
+        every = sorted(self.placement.layers)
+        return [every.index(layer.index) for layer in self.layers]
+
+    def route_locally(self, local: bool) -> None:
         """Restrict routing to this cluster's experts (`exchange: local`), or lift that.
 
         FragmentMoe's routers choose among them; of a stock router's choice the others are dropped.
@@ -103,17 +129,15 @@ class Fragmented:
         Raises:
             ValueError: a FragmentMoe router is to choose more experts than this cluster holds in its layer.
         """
-        found = routers(model)
-        for position, layer in enumerate(self.layers):
+        for layer in self.layers:
             path: ExpertPath = getattr(layer.module, ATTRIBUTE)
             path.local_only = local
-            if found:
-                held = self.placement.experts_of(layer.index, self.cluster) if local else None
-                found[position].restrict(held)
+        for layer, router in zip(self.layers if self.routers else (), self.routers, strict=True):
+            router.restrict(self.placement.experts_of(layer.index, self.cluster) if local else None)
 
 
-def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
-    """The MoE layers of a transformers model, by decoder layer.
+def expert_layers(model: nn.Module, *, may_have_none: bool = False) -> tuple[ExpertLayer, ...]:
+    """The MoE layers of a transformers model, or of a part that `may_have_none`, by decoder layer.
 
     Raises:
         ValueError: the model has none, or one whose experts cannot be told apart by their first dimension.
@@ -122,10 +146,7 @@ def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
     for name, module in model.named_modules():
         if not hasattr(module, "_is_expert_parallel") or not hasattr(module, "num_experts"):
             continue
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if not numbers:
-            raise ValueError(f"{name}: cannot tell which decoder layer these experts belong to")
-        layer = ExpertLayer(numbers[-1], name, module)
+        layer = ExpertLayer(layer_index(name), name, module)
         wrong = [
             f"{attribute} {tuple(parameter.shape)}"
             for attribute, parameter in layer.stacked()
@@ -136,14 +157,33 @@ def expert_layers(model: nn.Module) -> tuple[ExpertLayer, ...]:
                 f"{name}: expected {module.num_experts} experts in the first dimension, got {wrong}"
             )
         found.append(layer)
-    if not found:
+    if not found and not may_have_none:
         raise ValueError(
             f"{type(model).__name__} has no experts module that dispatches through transformers' experts interface"
         )
     return tuple(found)
 
 
-def fragment(model: Any, placement: Placement, fabric: Fabric, parallel: ExpertParallel | None = None) -> Any:
+def layer_index(name: str) -> int:
+    """Which decoder layer a module or parameter of this dotted name belongs to.
+
+    Raises:
+        ValueError: the name does not say.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if not numbers:
+        raise ValueError(f"{name}: cannot tell which decoder layer these experts belong to")
+    return numbers[-1]
+
+
+def fragment(
+    model: Any,
+    placement: Placement,
+    fabric: Fabric,
+    parallel: ExpertParallel | None = None,
+    *,
+    part: bool = False,
+) -> Any:
     """Keep this cluster's experts and send other tokens to where their experts live; changes `model` in place.
 
     Args:
@@ -154,6 +194,7 @@ def fragment(model: Any, placement: Placement, fabric: Fabric, parallel: ExpertP
         parallel: how the cluster's ranks share its experts: each keeps its own only, in parameters that are attributes
             of their modules but not registered. `model.to`, `state_dict` and `parameters` do not see them,
             `build_engine` does. None keeps all of them on each rank.
+        part: the model is a stage of a pipeline and lacks some of the placement's layers.
 
     Returns:
         the same model, with `model.fragmented` describing what was done.
@@ -164,13 +205,13 @@ def fragment(model: Any, placement: Placement, fabric: Fabric, parallel: ExpertP
     """
     if hasattr(model, "fragmented"):
         raise ValueError("the model is fragmented already")
-    layers = expert_layers(model)
+    layers = expert_layers(model, may_have_none=part)
     _check_no_optimizer(model)
-    _check_placement(layers, placement, fabric)
+    _check_placement(layers, placement, fabric, part)
     register()
-    statistics = ExpertStatistics(len(layers), fabric.clusters, placement.num_experts)
-    fragmented = Fragmented(placement, fabric.cluster, layers, statistics, parallel)
-    for position, layer in enumerate(layers):
+    statistics = ExpertStatistics(len(placement.layers), fabric.clusters, placement.num_experts)
+    fragmented = Fragmented(placement, fabric.cluster, layers, statistics, tuple(routers(model)), parallel)
+    for position, layer in zip(fragmented.positions(), layers, strict=True):
         experts = list(fragmented.held(layer))
         for attribute, parameter in list(layer.stacked()):
             # A cluster without experts in this layer has nothing to train; DeepSpeed cannot partition empty groups.
@@ -183,14 +224,18 @@ def fragment(model: Any, placement: Placement, fabric: Fabric, parallel: ExpertP
                 setattr(layer.module, attribute, kept)
         layer.module.num_experts = len(experts)
         tables = LayerPlacement.of(placement, layer.index, fabric.cluster, fabric.near)
-        path = ExpertPath(fabric, tables, layer=position, statistics=statistics, parallel=parallel)
+        path = ExpertPath(
+            fabric, tables, index=layer.index, layer=position, statistics=statistics, parallel=parallel
+        )
         setattr(layer.module, ATTRIBUTE, path)
     _use_cross_cluster(model, layers)
     model.fragmented = fragmented
     return model
 
 
-def _check_placement(layers: tuple[ExpertLayer, ...], placement: Placement, fabric: Fabric) -> None:
+def _check_placement(
+    layers: tuple[ExpertLayer, ...], placement: Placement, fabric: Fabric, part: bool
+) -> None:
     if tuple(placement.clusters) != tuple(fabric.names):
         raise ValueError(f"the placement is for clusters {placement.clusters}, the fabric has {fabric.names}")
     for layer in layers:
@@ -201,7 +246,7 @@ def _check_placement(layers: tuple[ExpertLayer, ...], placement: Placement, fabr
                 f"the placement places {placement.num_experts} experts, {layer.name} has {layer.module.num_experts}"
             )
     unknown = set(placement.layers) - {layer.index for layer in layers}
-    if unknown:
+    if unknown and not part:
         raise ValueError(
             f"the placement places experts of layers {sorted(unknown)}, which have none in this model"
         )

@@ -12,13 +12,12 @@ from moe_fragment.sync.report import SyncReport
 from moe_fragment.sync.rounds import Rounds
 from moe_fragment.sync.state import checksum
 from moe_fragment.sync.syncer import Policy
-from moe_fragment.sync.vector import Crew, RailVector
+from moe_fragment.sync.vector import RailVector
 
 __all__ = [
     "HOST",
     "AsynchronousSync",
     "CanonicalVector",
-    "Crew",
     "GradientSync",
     "Guard",
     "MixingSync",

@@ -1,7 +1,8 @@
 """One canonical vector between the ranks of a cluster, which own runs of it, and the gateways, which own intervals.
 
 The vector is cut into one interval per rail. `collect` brings each gateway its interval, whatever ranks hold it under
-whatever ZeRO stage; `distribute` takes it back. All that crosses between clusters is about intervals.
+whatever ZeRO stage; `distribute` takes it back, also to ranks that hold a second copy of something, such as a tied
+embedding on the last stage of a pipeline. All that crosses between clusters is about intervals.
 
 How it does not deadlock: inside a cluster every rank sends to the gateways in rail order and gateways receive in rank
 order, with all receives posted before any send is waited for.
@@ -31,13 +32,13 @@ class _Slice:
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The ranks of this cluster: rails, this rank, their number, and a host-memory group (None for one rank)."""
+class _Way:
+    """What travels between this rank and each rank of the cluster, by local rank."""
 
-    rails: int
-    rank: int
-    ranks: int
-    group: dist.ProcessGroup | None
+    own: list[list[_Slice]]
+    """Of this rank's buffers, to and from the other as a gateway."""
+    theirs: list[list[_Slice]]
+    """Of the other's buffers, to and from this one as a gateway."""
 
 
 def _slices(runs: Sequence[Run], low: int, high: int) -> list[_Slice]:
@@ -54,9 +55,9 @@ class RailVector:
 
     Args:
         fabric: of this rank.
-        crew: the ranks of this cluster.
         vector: which parameters, and where in the vector.
         runs: which ranges of the vector this rank owns; over the ranks of a cluster they cover it exactly once.
+        mirrors: ranges that this rank has copies of besides.
         dtype: of the flat buffers and of the intervals.
 
     Raises:
@@ -66,29 +67,33 @@ class RailVector:
     def __init__(
         self,
         fabric: Fabric,
-        crew: Crew,
         vector: CanonicalVector,
         runs: Sequence[Run],
         *,
+        mirrors: Sequence[Run] = (),
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.fabric = fabric
-        self.crew = crew
         self.vector = vector
         self.dtype = dtype
-        mine = merge(runs)
-        layouts: list[list[Run]] = [mine]
-        if crew.group is not None:
-            layouts = [[] for _ in range(crew.ranks)]
-            dist.all_gather_object(layouts, mine, group=crew.group)
-        _check_cover([run for layout in layouts for run in layout], vector.size)
-        self._send = [_slices(mine, *interval(vector.size, rail, crew.rails)) for rail in range(crew.rails)]
-        self._receive: list[list[_Slice]] = []
+        layouts: list[tuple[list[Run], list[Run]]] = fabric.cluster_gather((merge(runs), merge(mirrors)))
+        _check_cover([run for owned, _ in layouts for run in owned], vector.size)
         self.low = self.high = 0
         """This gateway's interval; empty on other ranks."""
         if fabric.is_gateway:
-            self.low, self.high = interval(vector.size, crew.rank, crew.rails)
-            self._receive = [_slices(layout, self.low, self.high) for layout in layouts]
+            self.low, self.high = interval(vector.size, fabric.lane.layout.rail, len(fabric.gateways))
+        self._owned = self._way([owned for owned, _ in layouts])
+        self._held = self._way([[*owned, *copied] for owned, copied in layouts])
+
+    def _way(self, layouts: Sequence[Sequence[Run]]) -> _Way:
+        """Between ranks with these runs, by local rank, and the gateways."""
+        rails = {gateway: rail for rail, gateway in enumerate(self.fabric.gateways)}
+        mine = layouts[self.fabric.local_rank]
+        own = [
+            _slices(mine, *interval(self.vector.size, rails[rank], len(rails))) if rank in rails else []
+            for rank in range(len(layouts))
+        ]
+        return _Way(own, [_slices(layout, self.low, self.high) for layout in layouts])
 
     @property
     def size(self) -> int:
@@ -110,9 +115,9 @@ class RailVector:
             flats: 1-D buffers the runs point into, any device.
         """
         buffer = self._empty(self.size)
-        packed = [self._pack(flats, slices) for slices in self._send]
-        arrived = self._exchange(packed, [_length(slices) for slices in self._receive])
-        for slices, data in zip(self._receive, arrived, strict=True):
+        packed = [self._pack(flats, slices) for slices in self._owned.own]
+        arrived = self._exchange(packed, [_length(slices) for slices in self._owned.theirs])
+        for slices, data in zip(self._owned.theirs, arrived, strict=True):
             start = 0
             for piece in slices:
                 buffer[piece.offset : piece.offset + piece.size] = data[start : start + piece.size]
@@ -125,16 +130,16 @@ class RailVector:
 
         Args:
             interval: what `collect` returned here, changed.
-            flats: written where the runs of this rank are.
+            flats: written where the runs and mirrors of this rank are.
         """
         packed = [
             torch.cat([interval[piece.offset : piece.offset + piece.size] for piece in slices])
             if slices
             else self._empty(0)
-            for slices in self._receive
+            for slices in self._held.theirs
         ]
-        arrived = self._exchange(packed, [_length(slices) for slices in self._send])
-        for slices, data in zip(self._send, arrived, strict=True):
+        arrived = self._exchange(packed, [_length(slices) for slices in self._held.own])
+        for slices, data in zip(self._held.own, arrived, strict=True):
             start = 0
             for piece in slices:
                 flats[piece.flat][piece.position : piece.position + piece.size] = data[
@@ -158,13 +163,13 @@ class RailVector:
         arrived = [self._empty(size) for size in expect]
         works = []
         for peer, data in enumerate(arrived):
-            if peer == self.crew.rank:
+            if peer == self.fabric.local_rank:
                 arrived[peer] = send[peer]
             elif data.numel():
-                works.append(dist.irecv(data, src=peer, group=self.crew.group))
+                works.append(dist.irecv(data, src=peer, group=self.fabric.control))
         for peer, data in enumerate(send):
-            if peer != self.crew.rank and data.numel():
-                works.append(dist.isend(data, dst=peer, group=self.crew.group))
+            if peer != self.fabric.local_rank and data.numel():
+                works.append(dist.isend(data, dst=peer, group=self.fabric.control))
         for work in works:
             assert work is not None
             work.wait()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from moe_fragment.fabric import FAILED, OK, Fabric, FleetError
-from moe_fragment.train.loss import Batch, micro_batch_losses
+from moe_fragment.train.cluster_engine import ClusterEngine
+from moe_fragment.train.loss import Batch
 
 _BATCH = 8
 """Sequences per forward."""
 
 
-@torch.no_grad()
 def evaluate(
-    engine: Any,
+    engine: ClusterEngine,
     fabric: Fabric,
     sequences: torch.Tensor,
     *,
@@ -29,11 +28,11 @@ def evaluate(
     """Mean cross-entropy (nats per token) of `sequences` and how many tokens that is; collective over the fleet.
 
     Args:
-        engine: DeepSpeed engine around the fragmented model.
+        engine: of this rank.
         fabric: of this rank.
         sequences: int64 [n, S + 1], the same on every rank of the fleet.
         step: number for the exchanges.
-        rank, ranks: this rank among all ranks of the fleet.
+        rank, ranks: this rank among all of the fleet that read data of their own (of a pipeline one for all stages).
         filler: token of the batch that a rank with nothing left runs.
         retries: how often a failed exchange is tried again.
 
@@ -44,18 +43,14 @@ def evaluate(
     # at the cluster's own text.
     own = sequences[rank::ranks]
     forwards = math.ceil(math.ceil(len(sequences) / ranks) / _BATCH)
-    engine.eval()
+    batches = [Batch.of(own[at * _BATCH : (at + 1) * _BATCH], filler) for at in range(forwards)]
     for _ in range(retries + 1):
         fabric.begin_step(step)
-        sums = torch.zeros(2, dtype=torch.float64)
-        for index in range(forwards):
-            batch = Batch.of(own[index * _BATCH : (index + 1) * _BATCH], filler).to(engine.device)
-            losses = micro_batch_losses(engine, batch, auxiliary=False)
-            sums += torch.tensor([float(losses.cross_entropy), losses.tokens], dtype=torch.float64)
+        sums = torch.tensor(engine.evaluate(batches), dtype=torch.float64)
         verdict = fabric.verdict(OK, fabric.cluster_sum(sums).tolist())
         if verdict.outcome != FAILED:
             fabric.commit(True)
-            total, tokens = (sum(row[part] for row in verdict.values_CV) for part in (0, 1))
+            tokens, total = (sum(row[part] for row in verdict.values_CV) for part in (0, 1))
             return total / tokens, int(tokens)
         fabric.commit(False)  # the next quorum connects anew
     raise FleetError(

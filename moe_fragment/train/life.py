@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
-from moe_fragment.experts import ExpertParallel
 from moe_fragment.fabric import Fabric, FleetError, connect
-from moe_fragment.models.fragment import fragment
 from moe_fragment.schema import ConfigError
 from moe_fragment.sync import HOST
 from moe_fragment.topology import Topology
@@ -61,6 +57,7 @@ class Life:
             coordinator=world.coordinator,
             facts=joining_facts(recipe, self.data.fingerprint),
             side=recipe.sync.needs_side_rail,
+            stages=recipe.stages,
         )
         self._introduce(watch)
         self.directory = recipe.run_directory / world.cluster
@@ -79,6 +76,16 @@ class Life:
             self._unlock()
             raise
 
+    @property
+    def replica(self) -> int:
+        """Which of the cluster's copies of the model this rank is part of: those that read data of their own."""
+        return self.world.local_rank % self.replicas[self.index]
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many copies of the model each cluster has: its ranks, or a pipeline's width."""
+        return tuple(size // self.recipe.stages for size in self.topology.sizes)
+
     # -- setting up --------------------------------------------------------------------------------------------
 
     def _introduce(self, watch: PeerWatch) -> None:
@@ -90,14 +97,12 @@ class Life:
         model = build_model(recipe.model, self.data.tokenizer)
         self.placement = place_model(model, recipe, self.topology)
         self.model_config = model.config.to_dict()
-        shares = recipe.local_shares(self.topology, self.world.cluster)
-        parallel = ExpertParallel(self.world.local_rank, shares, dist.new_group()) if shares else None
-        fragment(model, self.placement, self.fabric, parallel)
-        self.shapes = parameter_shapes(model)
         engine = build_engine(
             model,
-            model.fragmented,
+            self.placement,
+            self.fabric,
             recipe.deepspeed_config(self.world.cluster),
+            shares=recipe.local_shares(self.topology, self.world.cluster),
             accumulation=train.accumulation,
             learning_rate=train.learning_rate,
             betas=train.betas,
@@ -108,17 +113,15 @@ class Life:
         self.stepper = Stepper(
             engine,
             self.fabric,
-            model.fragmented,
-            accumulation=train.accumulation,
             expected_tokens=train.batch * recipe.data.sequence_length,
             clip_norm=train.clip_norm,
-            rails=self.topology.num_rails,
-            local_rank=self.world.local_rank,
-            local_ranks=self.world.size,
             sync=recipe.sync,
             exchange_tokens=recipe.experts.exchange == "tokens",
         )
-        self.fragmented = model.fragmented
+        self.fragmented = engine.fragmented
+        self.shapes: dict[str, list[int]] = {}
+        for shapes in self.fabric.cluster_gather(parameter_shapes(model)):
+            self.shapes |= shapes
         self._route_as_trained()
         seed_everything(train.seed, self.index, self.world.local_rank)
 
@@ -164,9 +167,8 @@ class Life:
 
     def _route_as_trained(self) -> None:
         """In an evaluation tokens go to all experts, whatever they do in training."""
-        model = self.stepper.engine.module
         try:
-            self.fragmented.route_locally(model, self.recipe.experts.exchange == "local")
+            self.fragmented.route_locally(self.recipe.experts.exchange == "local")
         except ValueError as error:
             raise ConfigError(f"experts.exchange: local: {error}") from None
 
@@ -237,7 +239,7 @@ class Life:
         self.journal.open(
             resumed,
             files,
-            layers=len(self.fragmented.layers),
+            layers=len(self.placement.layers),
             experts=self.placement.num_experts,
             emulated=self.fabric.emulated,
         )
@@ -271,7 +273,13 @@ class Life:
         path = save(
             self.directory,
             manifest,
-            rank_tensors(shards, self.stepper.sync, self.stepper.engine.module, self.world.local_rank),
+            rank_tensors(
+                shards,
+                self.stepper.sync,
+                self.stepper.engine.module,
+                self.world.local_rank,
+                first=self.replica == 0,
+            ),
             rank=self.world.local_rank,
             gather=self.fabric.cluster_gather,
             keep=self.recipe.train.keep_checkpoints if scheduled else None,

@@ -70,48 +70,76 @@ def micro_batch_losses(model: Any, batch: Batch, *, auxiliary: bool = True) -> L
         batch: on the model's device.
         auxiliary: whether to add the router losses, as in training.
     """
-    with_router = auxiliary and stock_auxiliary_weight(model) > 0
     outputs = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         use_cache=False,
-        **({"output_router_logits": True} if with_router else {}),
+        **(router_options(model) if auxiliary else {}),
     )
-    logits = outputs.logits.float() if outputs.logits.dtype.itemsize < 4 else outputs.logits
-    cross_entropy = F.cross_entropy(
-        logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    tokens = batch.tokens
-    total = cross_entropy
-    if with_router:
-        total = total + stock_auxiliary_weight(model) * _stock_auxiliary(model, outputs.router_logits, batch)
-    elif auxiliary and (router_loss := getattr(outputs, "aux_loss", None)) is not None:
-        total = total + tokens * router_loss.to(total.dtype)
-    return Losses(total, cross_entropy.detach(), tokens)
+    cross_entropy = token_losses(outputs.logits, batch)
+    total, router_loss = cross_entropy, auxiliary_loss(model, outputs, batch) if auxiliary else None
+    if router_loss is not None:
+        total = total + router_loss.to(total.dtype)
+    return Losses(total, cross_entropy.detach(), batch.tokens)
+
+
+def token_losses(logits_BSV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum of the cross-entropies (nats) of a batch's loss-bearing tokens, in fp32 at least."""
+    exact = logits_BSV.float() if logits_BSV.dtype.itemsize < 4 else logits_BSV
+    return F.cross_entropy(exact.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def router_options(model: Any) -> dict[str, bool]:
+    """What a model must be called with to give what `auxiliary_loss` needs.
+
+    A stock model returns router logits only when asked for them (transformers#44242).
+    """
+    return {"output_router_logits": True} if stock_auxiliary_weight(model) > 0 else {}
+
+
+def auxiliary_loss(model: Any, outputs: Any, batch: Batch) -> torch.Tensor | None:
+    """Router losses of the layers that ran, coefficients applied, weighted with the batch's loss-bearing tokens.
+
+    A sum over layers as well as over sequences, so that each stage of a pipeline can add its own. None without any.
+
+    Args:
+        model: a causal LM, a stage of one, or an engine around one.
+        outputs: of it or of its decoder.
+        batch: that it ran on.
+    """
+    if weight := stock_auxiliary_weight(model):
+        logits = outputs.router_logits
+        return weight * _stock_auxiliary(model, logits, batch) if logits else None
+    router_loss = getattr(outputs, "aux_loss", None)
+    return None if router_loss is None else batch.tokens * router_loss
 
 
 def _stock_auxiliary(model: Any, router_logits: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-    """A stock family's own balance loss of each sequence, weighted with its loss-bearing tokens and summed.
+    """A stock family's own balance loss of each sequence and layer, weighted with its loss-bearing tokens and summed,
+    and divided by the number of the whole model's MoE layers.
 
-    The one in its output is of the whole micro-batch, which is not a sum over sequences.
+    The one in its output is of the whole micro-batch, which is not a sum over sequences, and multiplies the load of one
+    layer with the scores of another, which is none over layers. Where routing is balanced all have the same value.
     """
     inner = getattr(model, "module", model)
     balance = sys.modules[type(inner).__module__].load_balancing_loss_func
+    fragmented = getattr(inner, "fragmented", None)
+    layers = len(router_logits) if fragmented is None else len(fragmented.placement.layers)
     length = batch.labels.shape[1]
     terms = []
     # Sequences without a loss stay in the graph with weight 0: under ZeRO-3 all ranks run the same backward.
     for row, tokens in enumerate((batch.labels != IGNORED).sum(1).tolist()):
-        own = tuple(layer_TE[row * length : (row + 1) * length] for layer_TE in router_logits)
         mask = batch.attention_mask[row : row + 1] if batch.attention_mask is not None and tokens else None
-        terms.append(tokens * balance(own, inner.num_experts, inner.num_experts_per_tok, mask))
-    return torch.stack(terms).sum()
+        for layer_TE in router_logits:
+            own_TE = layer_TE[row * length : (row + 1) * length]
+            terms.append(tokens * balance((own_TE,), inner.num_experts, inner.num_experts_per_tok, mask))
+    return torch.stack(terms).sum() / layers
 
 
 def stock_auxiliary_weight(model: Any) -> float:
     """Coefficient of a stock model's auxiliary loss, which its output leaves unweighted; 0 for FragmentMoe.
 
-    FragmentMoe returns its router losses weighted and summed. A stock model returns them only when asked for router
-    logits (transformers#44242), which is why a positive coefficient asks for them.
+    FragmentMoe returns its router losses weighted and summed.
     """
     config = getattr(model, "module", model).config
     if config.model_type == "moe_fragment":

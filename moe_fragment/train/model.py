@@ -118,6 +118,11 @@ def check_model(recipe: Recipe, topology: Topology) -> None:
             model = AutoModelForCausalLM.from_config(configuration)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from None
+    if recipe.stages > 1:
+        from moe_fragment.train.partition import partition
+
+        for name in topology.names:
+            partition(model, recipe.deepspeed_config(name))
     placement = place_model(model, recipe, topology)
     own_routers = routers(model)
     if recipe.experts.exchange == "local" and own_routers:
@@ -138,13 +143,19 @@ def _cannot_load(pretrained: str, error: Exception) -> ConfigError:
 
 
 def parameter_shapes(model: Any) -> dict[str, list[int]]:
-    """Shape of every canonical parameter of a fragmented model that is not partitioned yet."""
+    """Shape of every canonical parameter of a fragmented model, or of this rank's stage of it."""
     shapes: dict[str, list[int]] = {}
     fragmented = model.fragmented
     for name, parameter in nn.Module.named_parameters(model):
         if fragmented.expert_ids(name) is None:
-            shapes[name] = list(parameter.shape)
+            shapes[name] = list(_shape(parameter))
     for name, layer, parameter in fragmented.stacked():
         for expert in fragmented.placement.experts_of(layer.index, fragmented.cluster):
-            shapes[expert_name(name, expert)] = list(parameter.shape[1:])
+            shapes[expert_name(name, expert)] = list(_shape(parameter)[1:])
     return shapes
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Also of what ZeRO-3 has partitioned."""
+    found: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return found

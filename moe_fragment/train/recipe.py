@@ -21,7 +21,13 @@ from moe_fragment.schema import ConfigError, Count, FieldError, Section, explain
 from moe_fragment.sync.config import SyncConfig
 from moe_fragment.topology import Topology
 from moe_fragment.train.data import DataConfig, Weight
-from moe_fragment.train.engine import check_deepspeed_config, is_bf16, load_deepspeed_config
+from moe_fragment.train.deepspeed_config import (
+    check_deepspeed_config,
+    is_bf16,
+    load_deepspeed_config,
+    partition_method,
+    pipeline_stages,
+)
 from moe_fragment.train.tokenizer import BYTES
 
 
@@ -70,8 +76,8 @@ class ExpertsConfig(Section):
     their cluster; in an evaluation they travel. Default tokens."""
     local_parallel: bool | dict[str, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]] = False
     """Whether a cluster's experts are spread over its ranks, each on one, and tokens travel inside the cluster too;
-    otherwise every rank has all of them. Or: cluster to its ranks' shares of the experts, relative to each other. A
-    cluster of one rank has nobody to share with. Default false."""
+    otherwise every rank has all of them. Or: cluster to its ranks' shares of the experts, relative to each other. In a
+    pipeline it is the ranks of a stage that share its experts. One rank has nobody to share with. Default false."""
 
 
 class DeepSpeedConfig(Section):
@@ -200,20 +206,23 @@ class Recipe(Section):
                 if name not in topology.names:
                     known = ", ".join(topology.names)
                     raise ConfigError(f"{where}: {section}.{name}: unknown cluster, expected one of {known}")
-        for name, size in zip(topology.names, topology.sizes, strict=True):
-            given = len(self._local_shares.get(name, [0] * size))
-            if given != size:
-                raise ConfigError(
-                    f"{where}: experts.local_parallel.{name}: expected a share for each of the cluster's {size} ranks, "
-                    f"got {given}"
-                )
         for name in topology.names:
             config = self.deepspeed_config(name)
             check_deepspeed_config(config, f"{where}: deepspeed")
+            self._check_stages(config, topology, name, where)
             if is_bf16(config) != is_bf16(self.deepspeed_config(topology.names[0])):
                 raise ConfigError(
                     f"{where}: deepspeed.clusters.{name}: bf16 on one cluster and fp32 on another; the rows they "
                     f"exchange need one precision"
+                )
+        for name, size in zip(topology.names, topology.sizes, strict=True):
+            width = size // self.stages
+            given = len(self._local_shares.get(name, [0] * width))
+            if given != width:
+                whose = "cluster's" if self.stages == 1 else "stage's"
+                raise ConfigError(
+                    f"{where}: experts.local_parallel.{name}: expected a share for each of the {whose} {width} ranks, "
+                    f"got {given}"
                 )
         if self.model.pretrained and self.data.tokenizer == BYTES:
             raise ConfigError(
@@ -248,6 +257,39 @@ class Recipe(Section):
                 f"train apart (experts.exchange: local, sync.strategy: {self.sync.strategy}) do not know"
             )
 
+    def _check_stages(
+        self, config: Mapping[str, Any], topology: Topology, name: str, where: str
+    ) -> None:
+        """Refuse pipelines whose stages could not meet those of the other clusters."""
+        first = topology.names[0]
+        theirs = self.deepspeed_config(first)
+        stages = pipeline_stages(config)
+        for field, own, other in (
+            ("stages", stages, pipeline_stages(theirs)),
+            ("partition", partition_method(config), partition_method(theirs)),
+        ):
+            if own != other and (stages > 1 or field == "stages"):
+                raise ConfigError(
+                    f"{where}: deepspeed: pipeline.{field}: {own} on cluster {name}, {other} on cluster {first}; a layer "
+                    f"must be on the same stage of all clusters, or their tokens would not meet"
+                )
+        size = topology.sizes[topology.index(name)]
+        if size % stages:
+            raise ConfigError(
+                f"{where}: deepspeed: pipeline.stages: {stages} stages cannot be of equal width on cluster {name}, which "
+                f"has {size} ranks"
+            )
+        if topology.num_rails % stages:
+            raise ConfigError(
+                f"{where}: topology.rails: expected a multiple of the {stages} stages (pipeline.stages), so that each "
+                f"stage has as many, got {topology.num_rails}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline in each cluster; 1 for none."""
+        return pipeline_stages(self.deepspeed_config(self.fleet().names[0]))
+
     @property
     def run_directory(self) -> Path:
         """`out`/`name`, the home directory's `~` expanded; each cluster has a directory of its own in it."""
@@ -269,11 +311,11 @@ class Recipe(Section):
         return given if isinstance(given, dict) else {}
 
     def local_shares(self, topology: Topology, cluster: str) -> list[float] | None:
-        """Each rank's share of a cluster's experts; None where every rank has them all."""
-        size = topology.sizes[topology.index(cluster)]
-        if size == 1:
+        """Each rank's share of the experts of a cluster, or of its stage; None where every rank has them all."""
+        width = topology.sizes[topology.index(cluster)] // self.stages
+        if width == 1:
             return None
-        return [1.0] * size if self.experts.local_parallel is True else self._local_shares.get(cluster)
+        return [1.0] * width if self.experts.local_parallel is True else self._local_shares.get(cluster)
 
     def batches(self, topology: Topology) -> tuple[int, ...]:
         """Sequences per step of each cluster; they add up to `train.batch`.

@@ -125,26 +125,29 @@ class ClusterRun(Life):
     _skipped = 0
 
     def _batches(self) -> list[Batch]:
-        """This rank's micro-batches of the next step: its cells of the cluster's sequences."""
+        """This rank's micro-batches of the next step: its cells of the cluster's sequences. Of a pipeline, all stages
+        read the same.
+        """
         count = self.batch_C[self.index]
-        cells = self.recipe.train.accumulation * self.world.size
+        replicas = self.replicas[self.index]
+        cells = self.recipe.train.accumulation * replicas
         filler = self.data.tokenizer.eos_token_id
         batches = []
         for micro in range(self.recipe.train.accumulation):
-            cell = micro * self.world.size + self.world.local_rank
+            cell = micro * replicas + self.replica
             low, high = count * cell // cells, count * (cell + 1) // cells
             batches.append(Batch.of(self.data.sequences(self.consumed + low, high - low), filler))
         return batches
 
     def _evaluate(self) -> None:
-        self.fragmented.route_locally(self.stepper.engine.module, False)
+        self.fragmented.route_locally(False)
         loss, tokens = evaluate(
             self.stepper.engine,
             self.fabric,
             self.data.evaluation(),
             step=self.step_number,
-            rank=sum(self.topology.sizes[: self.index]) + self.world.local_rank,
-            ranks=self.topology.world_size,
+            rank=sum(self.replicas[: self.index]) + self.replica,
+            ranks=sum(self.replicas),
             filler=self.data.tokenizer.eos_token_id,
             retries=self.recipe.fabric.max_retries,
         )

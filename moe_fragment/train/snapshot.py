@@ -1,7 +1,7 @@
 """All that one rank puts into a checkpoint, and takes out of it, by the keys `kind|name|offset`.
 
-Its shards of weights and moments (`state.py`), its intervals of the sync's state, its random state, and on the first
-rank the model's persistent buffers, which are the same everywhere (router biases).
+Its shards of weights and moments (`state.py`), its intervals of the sync's state, its random state, and on the first of
+the ranks with the same parameters the model's persistent buffers (router biases).
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from moe_fragment.train.syncing import FleetSync
 from moe_fragment.train.zero import ZeroShards
 
 
-def rank_tensors(shards: ZeroShards, sync: FleetSync, model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Everything local rank `rank` stores."""
+def rank_tensors(
+    shards: ZeroShards, sync: FleetSync, model: nn.Module, rank: int, *, first: bool
+) -> dict[str, torch.Tensor]:
+    """Everything local rank `rank` stores; `first`: of those with the same parameters."""
     tensors = {f"{kind}|{shard.name}|{shard.offset}": values for kind, shard, values in own_ranges(shards)}
     tensors |= {f"{kind}|{name}|{offset}": values for kind, name, offset, values in sync.state()}
     for kind, values in random_state().items():
         tensors[_random_key(kind, rank)] = values
-    if rank == 0:
+    if first:
         for name, buffer in _saved_buffers(model).items():
             tensors[f"buffer|{name}|0"] = buffer
     return tensors

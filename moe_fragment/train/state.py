@@ -58,7 +58,7 @@ def restore(shards: ZeroShards, read: Reader, steps: dict[str, float], *, moment
         moments: False to take weights only, and start the optimizer anew.
     """
     fresh: dict[int, dict[str, Any]] = {}
-    for shard in shards.shards:
+    for shard in [*shards.shards, *shards.mirrors]:
         master = shards.masters()[shard.flat]
         end = shard.position + shard.size
         master.data[shard.position : end] = read(WEIGHT, shard.name, shard.offset, shard.size).to(

@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from moe_fragment.fabric import FAILED, OK, OVERFLOW, Fabric, Verdict, WaitClock
-from moe_fragment.models.fragment import Fragmented
-from moe_fragment.models.router import reset_router_load, router_load, routers, update_router_bias
-from moe_fragment.sync import Crew, SyncConfig
-from moe_fragment.train.loss import Batch, micro_batch_losses
+from moe_fragment.models.router import reset_router_load, router_load, update_router_bias
+from moe_fragment.sync import SyncConfig
+from moe_fragment.train.cluster_engine import ClusterEngine
+from moe_fragment.train.loss import Batch
 from moe_fragment.train.syncing import FleetSync, expert_holders
 from moe_fragment.train.zero import Shard, ZeroShards
 
@@ -77,47 +75,36 @@ class StepReport:
 
 
 class Stepper:
-    """Runs steps on a DeepSpeed engine around a fragmented model.
+    """Runs steps of a cluster's engine.
 
     Args:
         engine: from `build_engine`.
         fabric: of this rank.
-        fragmented: what `fragment` did to the model.
-        accumulation: micro-batches per step, the same on every rank of the fleet.
         expected_tokens: about how many tokens the fleet's step has; only keeps gradients in a sane range before the
             division by the true number.
         clip_norm: largest gradient norm of the whole model, 0 for none.
-        rails, local_ranks, local_rank: of this cluster.
         sync: how trunk copies stay together.
         exchange_tokens: whether tokens travel to other clusters' experts.
     """
 
     def __init__(
         self,
-        engine: Any,
+        engine: ClusterEngine,
         fabric: Fabric,
-        fragmented: Fragmented,
         *,
-        accumulation: int,
         expected_tokens: int,
         clip_norm: float,
-        rails: int,
-        local_rank: int,
-        local_ranks: int,
         sync: SyncConfig | None = None,
         exchange_tokens: bool = True,
     ) -> None:
         self.engine = engine
         self.fabric = fabric
-        self.shards = ZeroShards(engine, fragmented, engine.local_experts)
+        fragmented = engine.fragmented
+        self.shards = ZeroShards(engine, fragmented, fabric.cluster_gather)
         self.statistics = fragmented.statistics
-        self._accumulation = accumulation
         self._expected_tokens = max(1, expected_tokens)
         self._clip_norm = clip_norm
-        self._local_ranks = local_ranks
-        self._rails = rails
-        crew = Crew(rails, local_rank, local_ranks, fabric.control)
-        self.sync = FleetSync(sync or SyncConfig(), self.shards, fabric, fragmented, crew)
+        self.sync = FleetSync(sync or SyncConfig(), self.shards, fabric, fragmented)
         self._exchange_tokens = exchange_tokens
         self._meets = exchange_tokens or self.sync.trunk_is_global
         holders = expert_holders(self.shards, fragmented)
@@ -128,9 +115,8 @@ class Stepper:
         self._visited = [shard for shard in self.shards.shards if shard.name in visited]
         """Experts that other clusters' tokens may come to."""
         self._own = [shard for shard in self.shards.shards if shard.name not in visited]
-        self._device = torch.device(engine.device)
         self._model = engine.module
-        self._routers_learn = any(r.e_score_correction_bias is not None for r in routers(self._model))
+        self._routers_learn = bool(getattr(engine.module.config, "router_bias", False))
 
     def step(self, number: int, batches: Sequence[Batch], *, learning_rate: float) -> StepReport:
         """Run fleet step `number` on this rank's micro-batches; collective over the fleet.
@@ -142,11 +128,12 @@ class Stepper:
         self.fabric.clock.reset()
         if self._meets:
             self.fabric.begin_step(number)
-        self.engine.train()
-        sums = self._run_micro_batches(batches)
+        if len(batches) != self.engine.accumulation:
+            raise ValueError(f"expected {self.engine.accumulation} micro-batches, got {len(batches)}")
+        sums = self.engine.run(batches, self._expected_tokens)
         flats = self.shards.gradients()
         for flat in flats[: self.shards.num_zero_flats]:
-            flat.mul_(self._local_ranks)  # DeepSpeed averaged over the cluster's ranks
+            flat.mul_(self.engine.width)  # DeepSpeed averaged over the ranks
         trunk, experts = self._sync_and_measure(flats, number)
         load_LE = self._fleet_router_load()
         numbers = self.fabric.cluster_sum(torch.tensor([*sums, experts], dtype=torch.float64)).tolist()
@@ -206,38 +193,6 @@ class Stepper:
             return self.fabric.verdict(outcome, values)
         return Verdict(self.fabric.cluster_min(outcome), [values])
 
-    def _run_micro_batches(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Forward and backward; returns (tokens, summed cross-entropy) of this rank."""
-        if len(batches) != self._accumulation:
-            raise ValueError(f"expected {self._accumulation} micro-batches, got {len(batches)}")
-        tokens, cross_entropy = 0, torch.zeros((), dtype=torch.float64, device=self._device)
-        # DeepSpeed divides by the accumulation steps. Its average over ranks is undone after the reduction: a factor
-        # that differs between clusters would scale the gradients that tokens bring to another cluster's experts.
-        factor = self._accumulation / self._expected_tokens
-        for index, batch in enumerate(batches):
-            with self._counted(not batch.filler):
-                losses = micro_batch_losses(self.engine, batch.to(self._device))
-            self.engine.backward(losses.total * factor)
-            tokens += losses.tokens
-            cross_entropy += losses.cross_entropy.double()
-            if index + 1 < len(batches):
-                self.engine.step()
-        return tokens, float(cross_entropy)
-
-    @contextmanager
-    def _counted(self, counted: bool) -> Iterator[None]:
-        """Whether statistics and router load see the forward inside; a filler's token is nobody's."""
-        if counted:
-            yield
-            return
-        found = routers(self._model)
-        before = [router.tokens_per_expert.clone() for router in found]
-        self.statistics.paused = True
-        yield
-        self.statistics.paused = False
-        for router, load_E in zip(found, before, strict=True):
-            router.tokens_per_expert.copy_(load_E)
-
     def _sync_and_measure(self, flats: list[torch.Tensor], number: int) -> tuple[float, float]:
         """Squared norms: of the whole trunk after its sum over the fleet, and of this rank's expert elements. Under a
         parameter strategy: of what only this cluster's tokens train, and of this rank's elements of the rest.
@@ -245,7 +200,7 @@ class Stepper:
         if not self.sync.trunk_is_global:
             own = torch.tensor([_square(flats, self._own)], dtype=torch.float64)
             return float(self.fabric.cluster_sum(own)), _square(flats, self._visited)
-        intervals = torch.zeros(self._rails, dtype=torch.float64)
+        intervals = torch.zeros(len(self.fabric.gateways), dtype=torch.float64)
         square = self.sync.reduce(flats, step=number)
         if self.fabric.is_gateway:
             intervals[self.fabric.lane.layout.rail] = square
@@ -255,9 +210,12 @@ class Stepper:
         """Tokens per expert of the whole fleet [L, E], for the auxiliary-loss-free bias."""
         if not self._routers_learn:
             return None
-        load_LE = router_load(self._model)
+        load_LE = torch.zeros(self.statistics.load_LE.shape, dtype=torch.float64)
+        own = self.engine.fragmented.positions()
+        if own:
+            load_LE[own] = router_load(self._model).double().cpu()
         reset_router_load(self._model)
-        return self.fabric.fleet_sum(load_LE.double().cpu()).to(load_LE.device)
+        return self.fabric.fleet_sum(load_LE)[own]
 
     def _clip_factor(self, norm: float) -> float:
         return min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0 else 1.0
@@ -267,7 +225,7 @@ class Stepper:
             for flat in flats:
                 flat.mul_(trunk)
             return
-        for shards, factor in ((self._own, trunk), (self._visited, experts)):
+        for shards, factor in (([*self._own, *self.shards.mirrors], trunk), (self._visited, experts)):
             for shard in shards:
                 flats[shard.flat][shard.position : shard.position + shard.size].mul_(factor)
 
@@ -275,7 +233,7 @@ class Stepper:
         self.shards.set_gradients(flats)
         self.shards.set_learning_rate(learning_rate)
         self.shards.step()
-        if load_LE is not None:
+        if load_LE is not None and len(load_LE):
             update_router_bias(self._model, load_LE)
 
 

@@ -19,7 +19,6 @@ from moe_fragment.schema import ConfigError
 from moe_fragment.sync import (
     AsynchronousSync,
     CanonicalVector,
-    Crew,
     GradientSync,
     Guard,
     MixingSync,
@@ -57,19 +56,17 @@ class FleetSync:
         shards: of this rank's engine.
         fabric: of this rank.
         fragmented: tells trunk from experts, and where experts have copies.
-        crew: the ranks of this cluster.
 
     Raises:
         ConfigError: the trunk cannot be cut into as many fragments.
     """
 
     def __init__(
-        self, config: SyncConfig, shards: ZeroShards, fabric: Fabric, fragmented: Fragmented, crew: Crew
+        self, config: SyncConfig, shards: ZeroShards, fabric: Fabric, fragmented: Fragmented
     ) -> None:
         self.config = config
         self._shards = shards
         self._fabric = fabric
-        self._crew = crew
         trunk = Domain(fabric.everybody, shards.sizes(experts=False), experts=False)
         holders, sizes = expert_holders(shards, fragmented), shards.sizes(experts=True)
         replicas = [
@@ -77,12 +74,13 @@ class FleetSync:
             for among in fragmented.replica_sets()
         ]
         domains = [trunk, *replicas]
+        layers = len(fragmented.placement.layers)
         self.gradients: list[GradientSync] = []
         self.rounds: list[ParameterSync] = []
         self.mixings: list[MixingSync] = []
         self.asynchronous: AsynchronousSync | None = None
         if config.is_asynchronous:
-            self.asynchronous = self._asynchronous(domains, len(fragmented.layers))
+            self.asynchronous = self._asynchronous(domains, layers)
         elif config.is_gradient:
             self.gradients = [self._gradient(domain) for domain in domains]
         elif config.only_mixes:
@@ -90,7 +88,7 @@ class FleetSync:
                 raise ConfigError("sync.rounds: one round per sync does not work with replicated experts")
             self.mixings = [self._mixing(trunk)]
         else:
-            self.rounds = [self._parameter(domain, len(fragmented.layers)) for domain in domains]
+            self.rounds = [self._parameter(domain, layers) for domain in domains]
 
     @property
     def trunk_is_global(self) -> bool:
@@ -101,12 +99,15 @@ class FleetSync:
 
     def _vector(self, sizes: Mapping[str, int]) -> RailVector:
         vector = CanonicalVector(sizes)
-        runs = [
-            Run(vector.starts[shard.name] + shard.offset, shard.size, shard.flat, shard.position)
-            for shard in self._shards.shards
-            if shard.name in sizes
-        ]
-        return RailVector(self._fabric, self._crew, vector, runs)
+        runs, mirrors = (
+            [
+                Run(vector.starts[shard.name] + shard.offset, shard.size, shard.flat, shard.position)
+                for shard in shards
+                if shard.name in sizes
+            ]
+            for shards in (self._shards.shards, self._shards.mirrors)
+        )
+        return RailVector(self._fabric, vector, runs, mirrors=mirrors)
 
     def _gradient(self, domain: Domain) -> GradientSync:
         return GradientSync(

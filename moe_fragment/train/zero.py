@@ -7,18 +7,20 @@ gives access to gradients (after the boundary's backward, before `engine.step`),
 collective is involved; the reference it is tested against is `deepspeed.utils.safe_get_full_grad`.
 
 A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`. Experts
-that are spread over the cluster's ranks are in a last flat buffer of their own, which DeepSpeed does not know of.
+that are spread over the cluster's ranks are in a last flat buffer of their own, which DeepSpeed does not know of. A
+rank of a pipeline sees its stage's parameters; of those that two stages hold (a tied embedding) the first stage's count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moe_fragment.models.fragment import Fragmented
+from moe_fragment.train.cluster_engine import ClusterEngine
 from moe_fragment.train.local_experts import LocalExperts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,29 +52,34 @@ class ZeroShards:
     """View of a DeepSpeed engine's optimizer; see the module docstring.
 
     Args:
-        engine: from `deepspeed.initialize`, ZeRO stage 1, 2 or 3, a torch Adam optimizer.
+        engine: from `build_engine`, ZeRO stage 1, 2 or 3, a torch Adam optimizer.
         fragmented: tells trunk from experts.
-        local: experts that this rank alone holds, or None.
+        gather: collects one object per rank of the cluster.
 
     Raises:
         ValueError: a trainable parameter is in no optimizer group (it would never be trained).
     """
 
-    def __init__(self, engine: Any, fragmented: Fragmented, local: LocalExperts | None = None) -> None:
+    def __init__(
+        self, engine: ClusterEngine, fragmented: Fragmented, gather: Callable[[Any], list[Any]]
+    ) -> None:
         self.engine = engine
-        self._local = local
-        self.zero = engine.optimizer
+        self._local = engine.local_experts
+        self.zero = engine.deepspeed.optimizer
         self._fragmented = fragmented
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._kind = _kind_of(engine)
+        self._kind = _kind_of(engine.deepspeed)
         self.canonical_sizes: dict[str, int] = {}
+        """Elements of every canonical parameter of the cluster, on whatever rank."""
         self.shards: list[Shard] = []
+        self.mirrors: list[Shard] = []
+        """Copies of what another stage's shards are about."""
         seen: set[int] = set()
         for flat, (parameter, offset, size, position) in self._layout():
             seen.add(id(parameter))
             self._add(self._names[id(parameter)], _numel(parameter), flat, offset, size, position, parameter)
-        if local is not None:
-            self._add_local(local)
+        if self._local is not None:
+            self._add_local(self._local)
         missing = [
             name
             for name, parameter in engine.module.named_parameters()
@@ -82,6 +89,8 @@ class ZeroShards:
             raise ValueError(
                 f"{missing[0]} is trainable but in no optimizer group; it would never be updated"
             )
+        everywhere = {name: size for sizes in gather(self.canonical_sizes) for name, size in sizes.items()}
+        self.canonical_sizes = dict(sorted(everywhere.items()))
 
     def _layout(self) -> Iterator[tuple[int, tuple[Any, int, int, int]]]:
         """(flat index, (parameter, offset in parameter, elements held, position in flat buffer))."""
@@ -114,7 +123,8 @@ class ZeroShards:
         if experts is None:
             self.canonical_sizes[name] = numel
             if size:
-                self.shards.append(Shard(name, offset, size, flat, position))
+                shards = self.mirrors if name in self.engine.mirrored else self.shards
+                shards.append(Shard(name, offset, size, flat, position))
             return
         per_expert = numel // len(experts)
         for slot, expert in enumerate(experts):
@@ -193,7 +203,7 @@ class ZeroShards:
 
     def discard_step(self) -> None:
         """Forget the gradients of all micro-batches since the last step, as if they had not been run."""
-        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
+        engine = self.engine.deepspeed
         self.zero.zero_grad()
         if self._local is not None:
             self._local.gradient.zero_()
@@ -205,7 +215,7 @@ class ZeroShards:
         if self._kind == "flat":
             for index in range(self.num_zero_flats):
                 self.zero.all_grad_tensors[index] = None
-        engine.micro_steps -= engine.micro_steps % steps
+        engine.micro_steps -= engine.micro_steps % self.engine.accumulation
 
     def set_learning_rate(self, rate: float) -> None:
         """For the next step, on all groups."""

@@ -29,7 +29,7 @@ def logits_before_and_after(rank: Rank, scenario: Scenario) -> tuple[torch.Tenso
 def train_in_fp64(rank: Rank, scenario: Scenario) -> tuple[list[float], list[Pieces]]:
     """Case: plain torch in double precision; losses, and this cluster's gradients, whole, by step."""
     from moe_fragment.models.fragment import fragment
-    from moe_fragment.sync import CanonicalVector, Crew, GradientSync, RailVector, Run
+    from moe_fragment.sync import CanonicalVector, GradientSync, RailVector, Run
     from moe_fragment.sync.canonical import interval
     from moe_fragment.train.loss import micro_batch_losses
 
@@ -42,9 +42,8 @@ def train_in_fp64(rank: Rank, scenario: Scenario) -> tuple[list[float], list[Pie
     }
     vector = CanonicalVector({name: parameter.numel() for name, parameter in trunk.items()})
     low, high = interval(vector.size, place.rank, place.size)
-    crew = Crew(rank.topology.num_rails, place.rank, place.size, fabric.control)
     runs = [Run(low, high - low, 0, 0)]
-    reducer = GradientSync(RailVector(fabric, crew, vector, runs, dtype=torch.float64))
+    reducer = GradientSync(RailVector(fabric, vector, runs, dtype=torch.float64))
     optimizer = torch.optim.AdamW(
         _groups(model), lr=scenario.learning_rate, betas=ADAM["betas"], eps=ADAM["eps"]
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.fleet.harness import Rank
-from tests.fleet.training import Scenario, canonical, digest, router_bias, start
+from tests.fleet.training import Scenario, canonical, digest, cluster_bias, start
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def run_script(rank: Rank, scenario: Scenario, script: Script) -> Trail:
     trail = Trail()
     for step, event in script:
         for happens in (event, None):
-            batches = scenario.batches(step, rank.place)
+            batches = scenario.batches(step, scenario.reader(rank.place))
             if isinstance(happens, Silence):
                 batches = [replace(batch, labels=torch.full_like(batch.labels, -100)) for batch in batches]
             with dropped(rank, happens, trail), _poisoned(rank, stepper.engine.module, happens):
@@ -92,7 +92,7 @@ def _state_digest(rank: Rank, stepper: Any) -> str:
             for index, master in enumerate(shards.masters())
         ]
         state.update({f"{name} {moment}": piece for name, piece in canonical(rank, stepper, flats).items()})
-    bias = router_bias(stepper.engine.module)
+    bias = cluster_bias(rank, stepper)
     return digest(state | ({"bias": bias} if bias is not None else {}))
 
 

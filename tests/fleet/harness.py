@@ -79,6 +79,7 @@ class Rank:
     place: Place
     topology: Topology
     fabric: Fabric
+    stages: int = 1
     keep: dict[str, Any] = field(default_factory=dict)
     _step: int = -1
 
@@ -112,9 +113,9 @@ def topology_of(
 
 
 class Fleet:
-    """A running fleet of `sizes` ranks per cluster; use through the `fleets` fixture."""
+    """A running fleet of `sizes` ranks per cluster, in `stages`; use through the `fleets` fixture."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], stages: int = 1) -> None:
         from moe_fragment.fabric import Coordinator
         from moe_fragment.train.world import free_port
 
@@ -137,6 +138,7 @@ class Fleet:
                         place,
                         self._coordinator.address,
                         ports[place.cluster],
+                        stages,
                         str(self._log(place)),
                         theirs,
                     ),
@@ -239,16 +241,16 @@ class Fleet:
 
 
 class Fleets:
-    """Hands out running fleets by their sizes and ends them all."""
+    """Hands out running fleets by their sizes and stages, and ends them all."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[int, ...], Fleet] = {}
+        self._running: dict[tuple[tuple[int, ...], int], Fleet] = {}
 
-    def __call__(self, *sizes: int) -> Fleet:
-        """The fleet with clusters of these sizes, started if there is none."""
-        fleet = self._running.get(sizes)
+    def __call__(self, *sizes: int, stages: int = 1) -> Fleet:
+        """The fleet with clusters of these sizes, each a pipeline of so many stages, started if there is none."""
+        fleet = self._running.get((sizes, stages))
         if fleet is None or not fleet.alive:
-            fleet = self._running[sizes] = Fleet(sizes)
+            fleet = self._running[sizes, stages] = Fleet(sizes, stages)
         return fleet
 
     def close(self) -> None:
@@ -269,7 +271,9 @@ def _stop_server() -> None:
         _forkserver._stop()
 
 
-def _serve(place: Place, coordinator: str, master_port: int, log: str, pipe: Connection) -> None:
+def _serve(
+    place: Place, coordinator: str, master_port: int, stages: int, log: str, pipe: Connection
+) -> None:
     """Life of one rank: join, then run the cases that come through the pipe until it closes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
@@ -281,7 +285,7 @@ def _serve(place: Place, coordinator: str, master_port: int, log: str, pipe: Con
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=output)
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
-    rank = _answer(pipe, _join, place, coordinator, master_port, keep_result=True)
+    rank = _answer(pipe, _join, place, coordinator, master_port, stages, keep_result=True)
     while rank is not None:
         try:
             case, arguments = pickle.loads(pipe.recv_bytes())
@@ -306,7 +310,7 @@ def _answer(pipe: Connection, act: Callable[..., Any], *arguments: Any, keep_res
     return result
 
 
-def _join(place: Place, coordinator: str, master_port: int) -> Rank:
+def _join(place: Place, coordinator: str, master_port: int, stages: int) -> Rank:
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),
@@ -335,7 +339,8 @@ def _join(place: Place, coordinator: str, master_port: int) -> Rank:
         config,
         cluster=NAMES[place.cluster],
         coordinator=coordinator,
-        facts={"sizes": list(place.sizes)},
+        facts={"sizes": list(place.sizes), "stages": stages},
         side=True,
+        stages=stages,
     )
-    return Rank(place, topology, fabric)
+    return Rank(place, topology, fabric, stages)

@@ -181,7 +181,7 @@ def test_same_as_one_process(fleets: Fleets, row: Row) -> None:
 def check_same_as_one_process(fleets: Fleets, scenario: Scenario, name: str) -> None:
     """Losses, gradients, norms, router bias, by the module's rule."""
     last = scenario.steps - 1
-    histories = fleets(*scenario.sizes).run(train, scenario, (0, last))
+    histories = fleets(*scenario.sizes, stages=scenario.stages).run(train, scenario, (0, last))
     fleet = check_agreement(histories, scenario.steps)
     alone = reference(scenario)
 

@@ -60,6 +60,13 @@ class Scenario:
     exchange: str = "tokens"
     parallel: tuple[tuple[float, ...], ...] = ()
     """Of each cluster's ranks, their shares of its experts; none where each rank holds them all."""
+    partition: tuple[int, ...] = ()
+    """Of each stage of a pipeline, how many layers it has (embedding, decoder layers, norm, head)."""
+
+    @property
+    def stages(self) -> int:
+        """Of each cluster's pipeline; 1 for none."""
+        return max(1, len(self.partition))
 
     def model_of(self, dtype: torch.dtype = torch.float32) -> Any:
         """The whole model at the start."""
@@ -73,8 +80,14 @@ class Scenario:
         return model
 
     def places(self) -> list[Place]:
-        """All ranks of the fleet."""
-        return [Place(self.sizes, c, r) for c, size in enumerate(self.sizes) for r in range(size)]
+        """All ranks of the fleet that read data of their own: of a pipeline, one for all stages."""
+        widths = tuple(size // self.stages for size in self.sizes)
+        return [Place(widths, c, r) for c, size in enumerate(widths) for r in range(size)]
+
+    def reader(self, place: Place) -> Place:
+        """The one of `places` that a rank belongs to."""
+        width = place.size // self.stages
+        return next(p for p in self.places() if (p.cluster, p.rank) == (place.cluster, place.rank % width))
 
     def sequences(self, place: Place, micro: int) -> int:
         """How many sequences rank `place` has in micro-batch `micro`."""
@@ -113,7 +126,7 @@ class Scenario:
         return Batch(batch.input_ids, labels, mask)
 
     def batches(self, step: int, place: Place) -> list[Batch]:
-        """All micro-batches of a rank's step."""
+        """All micro-batches of a step of one of `places`."""
         return [self.batch(step, place, micro) for micro in range(self.accumulation)]
 
 
@@ -146,8 +159,6 @@ class History:
 
 def start(rank: Rank, scenario: Scenario) -> Stepper:
     """A fresh fragmented model, DeepSpeed engine and stepper on this rank."""
-    from moe_fragment.experts import ExpertParallel
-    from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import Placement
     from moe_fragment.sync import SyncConfig
     from moe_fragment.train.engine import build_engine
@@ -161,29 +172,25 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
         num_experts=1 + max(expert for held in layout for expert in held),
         layers=dict.fromkeys(range(first, model.config.num_hidden_layers), layout),
     )
-    parallel = None
-    if scenario.parallel and rank.place.size > 1:
-        parallel = ExpertParallel(rank.place.rank, scenario.parallel[rank.place.cluster])
-    fragment(model, placement, rank.fabric, parallel)
-    model.fragmented.route_locally(model, scenario.exchange == "local")
+    config = json.loads((CONFIGS / f"{scenario.zero}.json").read_text())
+    if scenario.partition:
+        config["pipeline"] = {"stages": scenario.stages, "partition": list(scenario.partition)}
     engine = build_engine(
         model,
-        model.fragmented,
-        json.loads((CONFIGS / f"{scenario.zero}.json").read_text()),
+        placement,
+        rank.fabric,
+        config,
+        shares=scenario.parallel[rank.place.cluster] or None if scenario.parallel else None,
         accumulation=scenario.accumulation,
         learning_rate=scenario.learning_rate,
         **ADAM,
     )
+    engine.fragmented.route_locally(scenario.exchange == "local")
     return Stepper(
         engine,
         rank.fabric,
-        model.fragmented,
-        accumulation=scenario.accumulation,
         expected_tokens=EXPECTED_TOKENS,
         clip_norm=scenario.clip_norm,
-        rails=rank.topology.num_rails,
-        local_rank=rank.place.rank,
-        local_ranks=rank.place.size,
         sync=SyncConfig(**scenario.sync),
         exchange_tokens=scenario.exchange == "tokens",
     )
@@ -235,9 +242,11 @@ def train(rank: Rank, scenario: Scenario, keep: tuple[int, ...] = ()) -> History
         watched.clear()
         if step in keep:
             history.weights[step] = canonical(rank, stepper, stepper.shards.masters())
-            history.biases[step] = router_bias(stepper.engine.module)
+            history.biases[step] = cluster_bias(rank, stepper)
         report = stepper.step(
-            rank.next_step(), scenario.batches(step, rank.place), learning_rate=scenario.learning_rate
+            rank.next_step(),
+            scenario.batches(step, scenario.reader(rank.place)),
+            learning_rate=scenario.learning_rate,
         )
         record(history, report)
         last = step + 1 == scenario.steps
@@ -249,7 +258,7 @@ def train(rank: Rank, scenario: Scenario, keep: tuple[int, ...] = ()) -> History
                 name: piece / clipped for name, piece in canonical(rank, stepper, watched[0]).items()
             }
         history.trunk_hashes.append(trunk_digest(rank, stepper))
-    history.biases[scenario.steps] = router_bias(stepper.engine.module)
+    history.biases[scenario.steps] = cluster_bias(rank, stepper)
     history.final = canonical(rank, stepper, stepper.shards.masters())
     stepper.engine.destroy()
     return history
@@ -286,6 +295,16 @@ def router_bias(model: Any) -> torch.Tensor | None:
 
     found = [router.e_score_correction_bias for router in routers(model)]
     return torch.stack([bias.clone() for bias in found if bias is not None]) if found else None
+
+
+def cluster_bias(rank: Rank, stepper: Stepper) -> torch.Tensor | None:
+    """`router_bias` of the whole model, whose stages have their own."""
+    own = router_bias(stepper.engine.module)
+    fragmented = stepper.engine.fragmented
+    found = {}
+    for layers, biases in rank.fabric.cluster_gather((fragmented.positions(), own)):
+        found |= dict(zip(layers, biases if biases is not None else (), strict=False))
+    return torch.stack([found[layer] for layer in sorted(found)]) if found else None
 
 
 # -- one process -------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ import torch
 from moe_fragment.codecs import parse_codec
 from moe_fragment.fabric import Fabric
 from moe_fragment.fabric.wire import Frame, kind_name
-from moe_fragment.sync import CanonicalVector, Crew, Guard, OuterSGD, ParameterSync, RailVector, Rounds, Run
+from moe_fragment.sync import CanonicalVector, Guard, OuterSGD, ParameterSync, RailVector, Rounds, Run
 from moe_fragment.sync.fragments import split
 
-ALONE = Crew(1, 0, 1, None)
 SIZES = {"embed": 7, "layers.0.w": 11, "layers.1.w": 5, "layers.2.w": 8, "norm": 1}
 
 
@@ -42,7 +41,7 @@ class Copy:
         """Of these parameters."""
         canonical = CanonicalVector(names)
         runs = [Run(canonical.starts[name], size, 0, self.positions[name]) for name, size in names.items()]
-        return RailVector(fabric, ALONE, canonical, runs)
+        return RailVector(fabric, canonical, runs)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.flat[self.positions[name] : self.positions[name] + self.sizes[name]]

@@ -12,7 +12,6 @@ from moe_fragment.codecs import parse_codec
 from moe_fragment.fabric import Fabric
 from moe_fragment.sync import CanonicalVector, GradientSync, RailVector, Run
 from tests.fabric.pair import fabrics, together
-from tests.sync.copies import ALONE
 
 TOTAL = 41
 
@@ -21,7 +20,7 @@ def vector_of(fabric: Fabric, dtype: torch.dtype = torch.float32) -> RailVector:
     """41 elements, which each cluster cuts and orders its own way."""
     cut = 7 + 5 * fabric.cluster
     runs = [Run(cut, TOTAL - cut, 0, 0), Run(0, cut, 1, 0)]
-    return RailVector(fabric, ALONE, CanonicalVector({"w": TOTAL}), runs, dtype=dtype)
+    return RailVector(fabric, CanonicalVector({"w": TOTAL}), runs, dtype=dtype)
 
 
 def cut_up(fabric: Fabric, vector: torch.Tensor) -> list[torch.Tensor]:

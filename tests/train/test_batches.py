@@ -30,7 +30,8 @@ def batches(count: int, ranks: int, rank: int, accumulation: int, consumed: int 
         batch_C=(count,),
         index=0,
         recipe=SimpleNamespace(train=SimpleNamespace(accumulation=accumulation)),
-        world=SimpleNamespace(size=ranks, local_rank=rank),
+        replicas=(ranks,),
+        replica=rank,
         data=Numbers(),
         consumed=consumed,
     )

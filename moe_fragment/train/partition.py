@@ -1,0 +1,71 @@
+"""Which stage of a pipeline runs which pieces of a model: DeepSpeed's own methods, and by measurement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_fragment.schema import ConfigError
+from moe_fragment.train.deepspeed_config import BY_TYPE, partition_method, pipeline_stages
+from moe_fragment.train.stages import Piece, parameters_of, pieces
+
+
+def partition(model: Any, config: Mapping[str, Any]) -> list[int]:
+    """Bounds of the stages: stage s runs the pieces [bounds[s], bounds[s + 1]).
+
+    DeepSpeed's methods weigh a whole model's pieces, all experts included, so that all clusters come to the same.
+
+    Args:
+        model: whole, not fragmented.
+        config: DeepSpeed configuration.
+
+    Raises:
+        ConfigError: the model cannot be cut like that.
+    """
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    row, stages, method = pieces(model), pipeline_stages(config), partition_method(config)
+    if isinstance(method, list):
+        bounds = [sum(method[:stage]) for stage in range(stages + 1)]
+    elif method == "uniform":
+        bounds = partition_uniform(len(row), stages)
+    elif method == "parameters":
+        bounds = partition_balanced(_sizes(row), stages)
+    else:
+        bounds = partition_balanced(_of_type(row, method.removeprefix(BY_TYPE)), stages)
+    return checked(bounds, row)
+
+
+def checked(bounds: Sequence[int], row: Sequence[Piece]) -> list[int]:
+    """Bounds that give every stage something.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if bounds[-1] != len(row):
+        raise ConfigError(
+            f"pipeline.partition: expected {len(row)} layers in all (embedding, {len(row) - 3} decoder layers, norm, "
+            f"head), got {bounds[-1]}"
+        )
+    empty = [stage for stage in range(len(bounds) - 1) if bounds[stage] >= bounds[stage + 1]]
+    if empty:
+        raise ConfigError(
+            f"pipeline.stages: stage {empty[0]} would have none of the model's {len(row)} layers (embedding, decoder "
+            f"layers, norm, head)"
+        )
+    return [int(bound) for bound in bounds]
+
+
+def _sizes(row: Sequence[Piece]) -> list[int]:
+    return [sum(parameter.numel() for parameter in parameters_of(piece.module)) for piece in row]
+
+
+def _of_type(row: Sequence[Piece], pattern: str) -> list[int]:
+    matches = [
+        int(bool(re.search(pattern, type(piece.module).__name__, re.IGNORECASE))) for piece in row
+    ]
+    if not any(matches):
+        names = ", ".join(dict.fromkeys(type(piece.module).__name__ for piece in row))
+        raise ConfigError(f"pipeline.partition: {BY_TYPE}{pattern}: matches none of {names}")
+    return matches
