@@ -210,6 +210,11 @@ class Fabric:
             for part in heard
         ]
 
+    def cause(self) -> str | None:
+        """What failed since `begin_step` on the first rank of this cluster where something did; collective over it."""
+        found = self.cluster_gather(str(self.failure) if self.failure is not None else None)
+        return next(filter(None, found), None)
+
     def commit(self, ok: bool) -> bool:
         """Close the step with torchft's vote inside the cluster; True when all its gateways agree on ok."""
         agreed = self._member.commit(ok) if self._member is not None else ok

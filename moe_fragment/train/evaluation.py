@@ -54,5 +54,5 @@ def evaluate(
             return total / tokens, int(tokens)
         fabric.commit(False)  # the next quorum connects anew
     raise FleetError(
-        f"the evaluation after step {step} failed {retries + 1} times in a row: {fabric.failure}"
+        f"the evaluation after step {step} failed {retries + 1} times in a row: {fabric.cause()}"
     )

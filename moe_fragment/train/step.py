@@ -156,7 +156,7 @@ class Stepper:
         if outcome == OVERFLOW:
             reason = "non-finite loss or gradient"
         elif outcome == FAILED:
-            reason = str(self.fabric.failure or "another cluster's exchange failed")
+            reason = self.fabric.cause() or "another cluster's exchange failed"
         elif not tokens:
             outcome, reason = OVERFLOW, "no token bears a loss"
         if self._meets and not self.fabric.commit(outcome != FAILED) and outcome != FAILED:

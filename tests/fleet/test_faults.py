@@ -32,7 +32,7 @@ def positions(accumulation: int) -> Sequence[int]:
 
 def trails_of(fleets: Fleets, scenario: Scenario, script: Script) -> Trail:
     """Run the script; all ranks must tell the same story."""
-    by_cluster = fleets(*scenario.sizes).run(run_script, scenario, script)
+    by_cluster = fleets(*scenario.sizes, stages=scenario.stages).run(run_script, scenario, script)
     first = by_cluster[0][0]
     for ranks in by_cluster:
         for trail in ranks:
@@ -130,3 +130,52 @@ def test_a_step_without_loss_bearing_tokens_is_skipped(fleets: Fleets, zero: str
     assert silent.reasons[1] == "no token bears a loss"
     assert silent.states[1] == silent.states[0]
     assert silent.committed() == clean.committed()
+
+
+PIPED = {
+    0: ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"],
+    1: ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
+}
+"""What each of two stages does with four micro-batches, two exchanges each (1F1B)."""
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_any_micro_batch_of_a_pipeline(fleets: Fleets, stage: int) -> None:
+    """First, middle and last, forward and backward, at the trunk and the verdict; the error says where it was."""
+    scenario = Scenario(sizes=(2, 2), model="fragment", accumulation=4, partition=(2, 3))
+    events, places = [], []
+    for number, work in enumerate(PIPED[stage]):
+        if work in ("F0", "B0", "F2", "B2", "F3", "B3"):
+            events.append(Drop(2 * number + number % 2, cluster=number % 2, rank=stage))
+            places.append(f"stage {stage}, layer {stage}, micro-batch {work[1]}: ")
+    events += [Drop(16, rank=stage), Drop(18, cluster=1, rank=stage)]
+    trail = check_as_if_not(fleets, scenario, events)
+    reasons = [reason for outcome, reason in zip(trail.outcomes, trail.reasons, strict=True) if outcome == FAILED]
+    for reason, place in zip(reasons, places, strict=False):
+        assert reason.startswith(place), reason
+
+
+def test_recomputed_layers_of_a_pipeline(fleets: Fleets) -> None:
+    """In bf16, when a layer is about to be run again, and when it is not."""
+    scenario = Scenario(
+        sizes=(2, 2),
+        zero="zero1-bf16",
+        model="fragment",
+        options={"tie_word_embeddings": True},
+        accumulation=4,
+        partition=(2, 3),
+        checkpointing=True,
+    )
+    check_as_if_not(
+        fleets, scenario, [Drop(0), Drop(2, cluster=1, rank=1), Drop(4), Drop(7, rank=1), Drop(21, cluster=1)]
+    )
+
+
+def test_nan_on_one_stage(fleets: Fleets) -> None:
+    """Only the last stage has a loss, and other stages' gradients are poisoned with it; nothing of it stays."""
+    scenario = Scenario(sizes=(4, 2), model="fragment", accumulation=2, partition=(2, 3))
+    poisoned = trails_of(fleets, scenario, ((0, None), (1, Poison(0, 3)), (2, None)))
+    clean = trails_of(fleets, scenario, ((0, None), (2, None)))
+    assert poisoned.outcomes == [OK, OVERFLOW, OK], poisoned.reasons
+    assert poisoned.states[1] == poisoned.states[0]
+    assert poisoned.committed() == clean.committed()

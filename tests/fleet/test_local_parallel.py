@@ -94,9 +94,12 @@ def test_state_moves_between_layouts(fleets: Fleets, tmp_path: Path) -> None:
     assert_same_bits(state_of(tmp_path, same, 6), expected)
     assert losses_of(tmp_path, same) == losses
 
-    def check(base: dict[str, Any], life: dict[str, Any], sizes: tuple[int, ...]) -> dict[str, Any]:
-        cut(tmp_path, base, 3, life["name"])
-        assert {step for ranks in fleets(*sizes).run(train_run, life) for step in ranks} == {3}
+    def check(
+        base: dict[str, Any], step: int, life: dict[str, Any], sizes: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Go on from a step that `base` itself has written."""
+        cut(tmp_path, base, step, life["name"])
+        assert {began for ranks in fleets(*sizes).run(train_run, life) for began in ranks} == {step}
         loss_error = max(abs(losses_of(tmp_path, life)[key] - value) for key, value in losses.items())
         state_error = worst(state_of(tmp_path, life, 6), expected)
         print(f"PARALLEL {life['name']} loss {loss_error:.1e} state {state_error:.1e}")
@@ -105,10 +108,10 @@ def test_state_moves_between_layouts(fleets: Fleets, tmp_path: Path) -> None:
         return life
 
     shares = {"ada": [1, 5], "bob": [2, 1]}
-    check(even, recipe("otherwise", (2, 2), "zero3-fp32", shares), (2, 2))
-    alone = check(even, recipe("alone", (1, 1), "zero3-fp32", True), (1, 1))
-    whole = check(alone, recipe("whole", (2, 1), "zero1-fp32", False), (2, 1))
-    check(whole, recipe("again", (2, 2), "zero2-fp32", shares), (2, 2))
+    otherwise = check(even, 1, recipe("otherwise", (2, 2), "zero3-fp32", shares), (2, 2))
+    alone = check(otherwise, 2, recipe("alone", (1, 1), "zero3-fp32", True), (1, 1))
+    whole = check(alone, 3, recipe("whole", (2, 1), "zero1-fp32", False), (2, 1))
+    check(whole, 4, recipe("again", (2, 2), "zero2-fp32", shares), (2, 2))
 
 
 @pytest.mark.parametrize("zero", ["zero1-fp32", "zero3-bf16"])
