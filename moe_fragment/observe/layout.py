@@ -60,9 +60,14 @@ SCALARS = (
     "sync_s",  # wall clock of the syncs after the step, seconds, part of step_s
     "trunk_distance",  # RMS distance of trunk copies before a merge, relative to the trunk; only in steps with one
     "trunk_cosine",  # mean cosine between the clusters' pseudo-gradients; only in steps with one
+    "bubble",  # part of a pipeline's time in which its stages were idle; only with one
+    "bubble_expected",  # the same if all stages took the same time
     "codec_error",  # relative L2 error of what a codec sent; only in steps in which it did
 )
-"""What the training loop writes; others may be added freely, `loss` and `tokens` may not be missing."""
+"""What the training loop writes; others may be added freely, `loss` and `tokens` may not be missing.
+
+Of each stage of a pipeline also `stage_<number>_idle_s` and `stage_<number>_wan_wait_s`, seconds.
+"""
 
 
 class RunLogError(ValueError):

@@ -33,6 +33,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     """A summary as rich tables; emulated links are named as such wherever a number depends on them."""
     emulated = " (emulated links)" if summary["emulated"] else ""
     parts: list[RenderableType] = [_overview(summary, emulated), _per_cluster(summary, emulated)]
+    if any("stages" in values for values in summary["per_cluster"].values()):
+        parts.append(_stages(summary, emulated))
     if summary["missing_clusters"]:
         names = ", ".join(summary["missing_clusters"])
         parts.append(Text(f"Without the logs of {names}: copy their run directories beside this one."))
@@ -85,6 +87,20 @@ def _per_cluster(summary: Mapping[str, Any], emulated: str) -> Table:
     for name, values in summary["per_cluster"].items():
         seconds = [_number(values[field], "{:,.1f}") for field in columns]
         table.add_row(Text(name), *seconds, f"{values['tokens']:,}")
+    return table
+
+
+def _stages(summary: Mapping[str, Any], emulated: str) -> Table:
+    table = Table(title=Text(f"What the stages of the pipelines waited{emulated}"))
+    table.add_column("cluster")
+    for title in ("stage", "idle (s)", "WAN wait (s)", "bubble", "of equal stages"):
+        table.add_column(title, justify="right")
+    for name, values in summary["per_cluster"].items():
+        bubbles = [_number(values.get(field), "{:.1%}") for field in ("bubble", "bubble_expected")]
+        for number, stage in enumerate(values.get("stages", ())):
+            seconds = [_number(stage[field], "{:,.1f}") for field in ("idle_s", "wan_wait_s")]
+            of_all = ["", ""] if number else bubbles
+            table.add_row(Text("" if number else name), str(number), *seconds, *of_all)
     return table
 
 

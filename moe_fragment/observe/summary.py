@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ from moe_fragment.observe.layout import STEP_DISCARDED, STEP_SKIPPED, SYNC_FAILE
 if TYPE_CHECKING:
     from moe_fragment.observe.runlog import RunLog
 
+_STAGE = re.compile(r"stage_(\d+)_idle_s")
 _PER_CLUSTER_SECONDS = ("compute_s", "local_wait_s", "wan_wait_s", "wan_hidden_s")
 
 
@@ -24,8 +26,9 @@ def summarise(log: RunLog) -> dict[str, Any]:
         `eval_loss` (same, at the last evaluation), `elapsed_s` (sum over steps of the slowest cluster),
         `tokens_per_second`, `wan_bytes` (channel to bytes sent), `remote_fraction`, `dedup_ratio`,
         `merges` (steps with one), `failed_merges`, `refused_merges`, `trunk_distance` and `codec_error` (means over
-        the steps in which they were measured), `per_cluster` (name to seconds and tokens), `events`,
-        `discarded_steps`, `skipped_steps`. What was not measured is None.
+        the steps in which they were measured), `per_cluster` (name to seconds and tokens; of a pipeline also `bubble`,
+        `bubble_expected` and, by stage, the seconds in `stages`), `events`, `discarded_steps`, `skipped_steps`. What was
+        not measured is None.
 
     Raises:
         RunLogError: no step was recorded yet.
@@ -65,12 +68,28 @@ def summarise(log: RunLog) -> dict[str, Any]:
             str(name): {
                 **{field: _or_none(_total(part, field)) for field in _PER_CLUSTER_SECONDS},
                 "tokens": int(part["tokens"].sum()),
+                **_pipeline(part),
             }
             for name, part in steps.groupby("cluster", observed=True)
         },
         "events": len(log.events),
         "discarded_steps": _fleet_count(log.events, STEP_DISCARDED),
         "skipped_steps": _fleet_count(log.events, STEP_SKIPPED),
+    }
+
+
+def _pipeline(part: pd.DataFrame) -> dict[str, Any]:
+    """Of a cluster that ran one."""
+    numbers = sorted(int(found[1]) for name in part.columns if (found := _STAGE.fullmatch(name)))
+    if not numbers:
+        return {}
+    return {
+        "bubble": _mean(part, "bubble"),
+        "bubble_expected": _mean(part, "bubble_expected"),
+        "stages": [
+            {what: _or_none(_total(part, f"stage_{number}_{what}")) for what in ("idle_s", "wan_wait_s")}
+            for number in numbers
+        ],
     }
 
 

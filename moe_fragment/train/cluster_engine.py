@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ import torch
 from moe_fragment.models.fragment import Fragmented
 from moe_fragment.train.local_experts import LocalExperts
 from moe_fragment.train.loss import Batch, micro_batch_losses
+
+
+@dataclass
+class StageTimes:
+    """Of one rank of a pipeline in one step, seconds."""
+
+    busy_s: float = 0.0
+    """In forwards and backwards, waits for other clusters in them included."""
+    until_s: float = 0.0
+    """From the start of the step's first micro-batch, on whatever stage, to the end of this rank's last backward."""
 
 
 class ClusterEngine:
@@ -23,6 +34,8 @@ class ClusterEngine:
 
     mirrored: frozenset[str] = frozenset()
     """Parameters of this rank that count as another stage's."""
+    times: StageTimes | None = None
+    """Of the last `run`, in a pipeline."""
 
     def __init__(self, engine: Any, model: Any, local_experts: LocalExperts | None) -> None:
         self.deepspeed = engine

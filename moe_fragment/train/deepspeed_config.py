@@ -24,7 +24,8 @@ FLEET_FIELDS = {
 """DeepSpeed fields that belong to the fleet, and where a recipe sets them."""
 
 
-METHODS = ("parameters", "uniform", "measured")
+MEASURED = "measured"
+METHODS = ("parameters", "uniform", MEASURED)
 """Ways to cut a model into stages, by name; the first is the default."""
 BY_TYPE = "type:"
 """Begins a way of cutting: as many layers whose class matches a regular expression in each stage."""

@@ -15,9 +15,9 @@ from moe_fragment.fabric import Fabric
 from moe_fragment.models.fragment import Fragmented, fragment
 from moe_fragment.placement import Placement
 from moe_fragment.train.cluster_engine import ClusterEngine
-from moe_fragment.train.deepspeed_config import is_bf16, pipeline_stages
+from moe_fragment.train.deepspeed_config import MEASURED, is_bf16, partition_method, pipeline_stages
 from moe_fragment.train.local_experts import LocalExperts
-from moe_fragment.train.partition import partition
+from moe_fragment.train.partition import partition, partition_by_measurement
 from moe_fragment.train.pipeline import PipelineClusterEngine, StagePart
 
 
@@ -45,6 +45,7 @@ def build_engine(
     config: Mapping[str, Any],
     *,
     shares: Sequence[float] | None = None,
+    sample: tuple[int, int] = (1, 128),
     accumulation: int,
     learning_rate: float,
     betas: tuple[float, float],
@@ -60,6 +61,7 @@ def build_engine(
         config: DeepSpeed configuration, checked by `check_deepspeed_config`.
         shares: each rank's part of the cluster's experts (of a pipeline: of its stage's), relative to the others; None
             where every rank has them all.
+        sample: sequences and tokens per sequence of a micro-batch, where the cut into stages is to be measured.
         accumulation: micro-batches per step.
         learning_rate, betas, eps, weight_decay: of AdamW; the rate is set anew before each step.
 
@@ -77,7 +79,15 @@ def build_engine(
     width = fabric.local_ranks // stages
     stage, place = divmod(fabric.local_rank, width)
     parallel = ExpertParallel(place, shares, groups[stage]) if shares is not None else None
-    part = StagePart(model, partition(model, config), stage) if stages > 1 else None
+    part = None
+    if stages > 1:
+        if partition_method(config) == MEASURED:
+            bounds = partition_by_measurement(
+                model, config, placement, fabric, sample=sample, micro_batches=accumulation
+            )
+        else:
+            bounds = partition(model, config)
+        part = StagePart(model, bounds, stage)
     fragment(model, placement, fabric, parallel, part=part is not None)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, model.fragmented, weight_decay), lr=learning_rate, betas=betas, eps=eps

@@ -86,6 +86,12 @@ class Life:
         """How many copies of the model each cluster has: its ranks, or a pipeline's width."""
         return tuple(size // self.recipe.stages for size in self.topology.sizes)
 
+    @property
+    def _largest_micro_batch(self) -> int:
+        """Sequences in it."""
+        cells = self.recipe.train.accumulation * self.replicas[self.index]
+        return max(1, -(-self.batch_C[self.index] // cells))
+
     # -- setting up --------------------------------------------------------------------------------------------
 
     def _introduce(self, watch: PeerWatch) -> None:
@@ -94,6 +100,7 @@ class Life:
 
     def _build(self) -> None:
         recipe, train = self.recipe, self.recipe.train
+        self.batch_C = recipe.batches(self.topology)
         model = build_model(recipe.model, self.data.tokenizer)
         self.placement = place_model(model, recipe, self.topology)
         self.model_config = model.config.to_dict()
@@ -103,13 +110,13 @@ class Life:
             self.fabric,
             recipe.deepspeed_config(self.world.cluster),
             shares=recipe.local_shares(self.topology, self.world.cluster),
+            sample=(self._largest_micro_batch, recipe.data.sequence_length),
             accumulation=train.accumulation,
             learning_rate=train.learning_rate,
             betas=train.betas,
             eps=train.eps,
             weight_decay=train.weight_decay,
         )
-        self.batch_C = recipe.batches(self.topology)
         self.stepper = Stepper(
             engine,
             self.fabric,

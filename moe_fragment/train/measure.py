@@ -46,6 +46,9 @@ def measure(
     syncs: Sequence[SyncReport],
     names: Sequence[str],
     codec_loss: tuple[float, float] = (0.0, 0.0),
+    *,
+    stages: int = 1,
+    micro_batches: int = 1,
 ) -> Measurements:
     """Bring together what was measured in a step and in the syncs after it; collective over the cluster.
 
@@ -54,6 +57,8 @@ def measure(
         syncs: what was merged after the step.
         names: of all clusters.
         codec_loss: of a gradient codec on this rank, see `FleetSync.codec_loss`.
+        stages: of the cluster's pipeline; 1 for none.
+        micro_batches: of a step.
     """
     waits = [report.step_s, report.wan_wait_s, report.wan_hidden_s, report.local_wait_s, report.sync_s]
     pairs = [
@@ -71,9 +76,10 @@ def measure(
         else:
             framing += traffic.sent
     own = torch.tensor([1.0, *waits, *pairs, framing, *codec_loss], dtype=torch.float64)
-    parts = [own, wan, statistics.traffic_LC, statistics.load_LE]
+    times_R = _stage_times(fabric, report)
+    parts = [own, wan, statistics.traffic_LC, statistics.load_LE, times_R]
     total = fabric.cluster_sum(torch.cat([part.double().reshape(-1) for part in parts]))
-    sums, wan_sum, traffic, load = total.split([part.numel() for part in parts])
+    sums, wan_sum, traffic, load, times = total.split([part.numel() for part in parts])
     ranks, step_s, wan_wait_s, hidden_s, local_s, sync_s, *pair_sums, rows, framing_sum, lost, given = (
         sums.tolist()
     )
@@ -92,6 +98,7 @@ def measure(
         "rows_without_dedup": remote_pairs,
         "framing_bytes": framing_sum,
         **({"codec_error": math.sqrt(lost / given)} if given else {}),
+        **_of_stages(times.view(times_R.shape), stages, micro_batches),
         **_of_merges([sync for sync in syncs if sync.outcome in ("merged", "refused") and not sync.experts]),
     }
     counted = wan_sum.view(wan.shape).long().tolist()
@@ -109,6 +116,40 @@ def measure(
         traffic.view(statistics.traffic_LC.shape).long().numpy(),
         load.view(statistics.load_LE.shape).long().numpy(),
     )
+
+
+def _stage_times(fabric: Fabric, report: StepReport) -> torch.Tensor:
+    """[R, 3]: busy, WAN wait and end of each rank's part of the pipeline; what is not this rank's is 0."""
+    times_R = torch.zeros(fabric.local_ranks, 3, dtype=torch.float64)
+    if report.stage is not None:
+        own = [report.stage.busy_s, report.wan_wait_s, report.stage.until_s]
+        times_R[fabric.local_rank] = torch.tensor(own, dtype=torch.float64)
+    return times_R
+
+
+def _of_stages(times_R: torch.Tensor, stages: int, micro_batches: int) -> dict[str, float]:
+    """Bubble of a step, and what each stage waited; nothing without a pipeline.
+
+    All ranks begin together. What a stage does not compute, or wait for tokens, until the last of them has run its last
+    backward, it is idle.
+    """
+    if stages == 1:
+        return {}
+    busy_S, wan_S = (times_R[:, column].view(stages, -1).mean(1) for column in (0, 1))
+    until_s = float(times_R[:, 2].max())
+    return {
+        "bubble": 1 - float(busy_S.mean()) / until_s if until_s else 0.0,
+        "bubble_expected": expected_bubble(stages, micro_batches),
+        **{f"stage_{stage}_idle_s": until_s - float(busy) for stage, busy in enumerate(busy_S)},
+        **{f"stage_{stage}_wan_wait_s": float(wan) for stage, wan in enumerate(wan_S)},
+    }
+
+
+def expected_bubble(stages: int, micro_batches: int) -> float:
+    """Idle part of a pipeline whose stages all take the same time, (p - 1) / (m + p - 1) (Narayanan et al., arXiv
+    2104.04473, section 2.2, there relative to the ideal time).
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def _of_merges(syncs: Sequence[SyncReport]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 import moe_fragment.models.register  # noqa: F401 (makes the model type known)
 from moe_fragment.models.fragment import expert_layers
+from moe_fragment.models.recompute import recompute_layers
 from moe_fragment.models.router import routers
 from moe_fragment.placement import Placement
 from moe_fragment.schema import ConfigError
@@ -75,7 +76,7 @@ def build_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
             attn_implementation=config.attention,
         )
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(model)
     return model
 
 

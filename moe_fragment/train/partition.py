@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from moe_fragment.fabric import Fabric
+from moe_fragment.placement import Placement
 from moe_fragment.schema import ConfigError
-from moe_fragment.train.deepspeed_config import BY_TYPE, partition_method, pipeline_stages
+from moe_fragment.train.deepspeed_config import BY_TYPE, MEASURED, partition_method, pipeline_stages
 from moe_fragment.train.stages import Piece, parameters_of, pieces
 
 
 def partition(model: Any, config: Mapping[str, Any]) -> list[int]:
     """Bounds of the stages: stage s runs the pieces [bounds[s], bounds[s + 1]).
 
-    DeepSpeed's methods weigh a whole model's pieces, all experts included, so that all clusters come to the same.
+    DeepSpeed's methods weigh a whole model's pieces, all experts included, so that all clusters come to the same. For
+    `measured` see `partition_by_measurement`; here it is `uniform`.
 
     Args:
         model: whole, not fragmented.
@@ -28,13 +32,52 @@ def partition(model: Any, config: Mapping[str, Any]) -> list[int]:
     row, stages, method = pieces(model), pipeline_stages(config), partition_method(config)
     if isinstance(method, list):
         bounds = [sum(method[:stage]) for stage in range(stages + 1)]
-    elif method == "uniform":
+    elif method in ("uniform", MEASURED):
         bounds = partition_uniform(len(row), stages)
     elif method == "parameters":
         bounds = partition_balanced(_sizes(row), stages)
     else:
         bounds = partition_balanced(_of_type(row, method.removeprefix(BY_TYPE)), stages)
     return checked(bounds, row)
+
+
+def partition_by_measurement(
+    model: Any,
+    config: Mapping[str, Any],
+    placement: Placement,
+    fabric: Fabric,
+    *,
+    sample: tuple[int, int],
+    micro_batches: int,
+) -> list[int]:
+    """Bounds that suit what the pieces cost on all clusters; collective over the fleet.
+
+    The first rank of each cluster measures; see `layer_costs`.
+
+    Args:
+        model: whole, not fragmented.
+        config: DeepSpeed configuration.
+        placement: of the experts.
+        fabric: of this rank.
+        sample: sequences and tokens per sequence of a micro-batch.
+        micro_batches: of a step.
+
+    Raises:
+        ConfigError: the model has fewer pieces than there are stages.
+        FleetError: a cluster did not say what it measured.
+    """
+    from moe_fragment.train.layer_costs import Cost, balance, measure_costs
+
+    stages = pipeline_stages(config)
+    row = pieces(model)
+    checked(partition(model, config), row)
+    own: list[dict[str, float]] = []
+    if fabric.local_rank == 0:
+        width = fabric.local_ranks // stages
+        costs = measure_costs(model, config, placement, fabric.cluster, width=width, sample=sample)
+        own = [asdict(cost) for cost in costs]
+    heard = fabric.gather("layer costs", own)
+    return balance([[Cost(**cost) for cost in costs] for costs in heard], stages, micro_batches)
 
 
 def checked(bounds: Sequence[int], row: Sequence[Piece]) -> list[int]:

@@ -24,7 +24,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, OptimizerStep
 from torch import nn
 
-from moe_fragment.train.cluster_engine import ClusterEngine
+from moe_fragment.train.cluster_engine import ClusterEngine, StageTimes
 from moe_fragment.train.local_experts import LocalExperts
 from moe_fragment.train.loss import Batch, auxiliary_loss, router_options, token_losses
 from moe_fragment.train.stages import EMBEDDING, Stage, cut, is_tied, pieces, run
@@ -120,16 +120,6 @@ class PipelinedModel(PipelineModule):
         return total * (work.accumulation / work.expected_tokens)  # the engine divides by the accumulation
 
 
-@dataclass
-class StageTimes:
-    """Of one rank in one step, seconds."""
-
-    busy_s: float = 0.0
-    """In forwards and backwards, waits for other clusters in them included."""
-    schedule_s: float = 0.0
-    """From the first to the last of them, and what the stage waited before the first."""
-
-
 class PipelineClusterEngine(ClusterEngine):
     """Of a rank of a pipeline; see `ClusterEngine`."""
 
@@ -137,7 +127,7 @@ class PipelineClusterEngine(ClusterEngine):
         super().__init__(engine, model, local_experts)
         pipelined: PipelinedModel = engine.module
         self._pipelined = pipelined
-        self.times = StageTimes()
+        self._started = 0.0
         if EMBEDDING in pipelined.tied_modules and not pipelined.stage.is_first:
             (self.mirrored,) = (
                 frozenset({name})
@@ -154,15 +144,14 @@ class PipelineClusterEngine(ClusterEngine):
 
     def _timed(self, execute: Callable[..., None]) -> Callable[..., None]:
         def timed(engine: Any, **options: Any) -> None:
-            started = time.monotonic()
+            began = time.monotonic()
             execute(engine, **options)
             ended = time.monotonic()
-            self.times.busy_s += ended - started
-            self.times.schedule_s = ended - self._started
+            if self.times is not None:
+                self.times.busy_s += ended - began
+                self.times.until_s = ended - self._started
 
         return timed
-
-    _started = 0.0
 
     def run(self, batches: Sequence[Batch], expected_tokens: float) -> tuple[float, float]:
         self.module.train()

@@ -167,6 +167,8 @@ class ClusterRun(Life):
             syncs,
             self.topology.names,
             self.stepper.sync.codec_loss(),
+            stages=self.recipe.stages,
+            micro_batches=self.recipe.train.accumulation,
         )
         rate = learning_rate(self.recipe.train, self.step_number - 1)
         self.journal.step(self.step_number, report, measured, rate)

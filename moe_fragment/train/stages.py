@@ -7,6 +7,7 @@ begin with the embedding is given the hidden vectors instead, one that does not 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,17 @@ def cut(model: Any, stage: Stage) -> None:
         decoder.embed_tokens = nn.Identity()
     if HEAD not in kept:
         model.lm_head = nn.Identity()
+
+
+def alone(model: Any, index: int) -> tuple[Any, Stage]:
+    """A copy of one piece of a whole model as a stage of its own."""
+    decoder, stage = model.base_model, Stage(index, index + 1, len(pieces(model)))
+    held = decoder.layers, decoder.norm, decoder.embed_tokens, model.lm_head
+    cut(model, stage)
+    try:
+        return copy.deepcopy(model), stage
+    finally:
+        decoder.layers, decoder.norm, decoder.embed_tokens, model.lm_head = held
 
 
 def run(model: Any, stage: Stage, inputs: Any, **options: Any) -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ import torch
 from moe_fragment.fabric import FAILED, OK, OVERFLOW, Fabric, Verdict, WaitClock
 from moe_fragment.models.router import reset_router_load, router_load, update_router_bias
 from moe_fragment.sync import SyncConfig
-from moe_fragment.train.cluster_engine import ClusterEngine
+from moe_fragment.train.cluster_engine import ClusterEngine, StageTimes
 from moe_fragment.train.loss import Batch
 from moe_fragment.train.syncing import FleetSync, expert_holders
 from moe_fragment.train.zero import Shard, ZeroShards
@@ -61,6 +61,8 @@ class StepReport:
     local_wait_s: float = 0.0
     sync_s: float = 0.0
     """Of the syncs after it; part of step_s."""
+    stage: StageTimes | None = None
+    """Of this rank, in a pipeline. What it waited between its micro-batches is a local wait."""
 
     def plus(self, sync_s: float, clock: WaitClock) -> StepReport:
         """With a sync's time."""
@@ -171,7 +173,7 @@ class Stepper:
         if outcome == FAILED:
             self.statistics.drain()
         elapsed = time.monotonic() - started
-        clock = self.fabric.clock.reset()
+        clock, stage = self.fabric.clock.reset(), self.engine.times
         return StepReport(
             outcome=outcome,
             loss=sum(row[1] for row in verdict.values_CV) / tokens if tokens else math.nan,
@@ -183,7 +185,8 @@ class Stepper:
             step_s=elapsed,
             wan_wait_s=clock.exposed_s,
             wan_hidden_s=clock.hidden_s,
-            local_wait_s=clock.local_s,
+            local_wait_s=clock.local_s + (stage.until_s - stage.busy_s if stage is not None else 0.0),
+            stage=stage,
         )
 
     def _verdict(self, values: list[float]) -> Verdict:

@@ -12,7 +12,8 @@ from moe_fragment.fabric import FAILED, OK, Fabric
 from moe_fragment.models.fragment import fragment
 from moe_fragment.placement import Placement
 from tests.fabric.pair import NAMES, fabrics, group_of, together
-from tests.fleet.models import LAYERS, VOCABULARY, build, checkpoint_activations
+from moe_fragment.models.recompute import recompute_layers
+from tests.fleet.models import LAYERS, VOCABULARY, build
 
 LAYOUTS: dict[str, list[list[int]]] = {
     "even": [[0, 1, 2, 3], [4, 5, 6, 7]],
@@ -123,7 +124,7 @@ def test_a_failure_raises_nothing_in_a_recompute(kind: str, cut: str) -> None:
         return fabric.verdict(OK, []).outcome
 
     for model in models.values():
-        checkpoint_activations(model)
+        recompute_layers(model)
     assert together(clusters, work) == [FAILED, FAILED]
 
 
@@ -167,7 +168,7 @@ def test_statistics_count_a_forward_once() -> None:
 
     def work(fabric: Fabric) -> Any:
         model = models[fabric.cluster]
-        checkpoint_activations(model)
+        recompute_layers(model)
         fabric.begin_step(0)
         loss_of(model, tokens_of(fabric.cluster))[1].backward()
         model.eval()

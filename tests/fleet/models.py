@@ -115,11 +115,6 @@ def steer(model: Any, *, away_from: tuple[int, ...] = (), marked_to: int | None 
             parameter[..., :2, :] = 0.0  # nothing but the embedding writes to the two channels
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Recompute each decoder layer in backward, without reentrance (which would run a nested backward)."""
-    model.activation_checkpointing_enable({"use_reentrant": False})
-
-
 def whole_state(pieces: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
     """A whole model's parameters from canonical ones (`name` or `name#expert`)."""
     return {name: join(name, pieces) for name, _ in model.named_parameters()}

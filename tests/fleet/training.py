@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.fleet.harness import Place, Rank
-from tests.fleet.models import build, checkpoint_activations, join, steer, whole_state
+from tests.fleet.models import build, join, steer, whole_state
 
 if TYPE_CHECKING:
     from moe_fragment.train.loss import Batch
@@ -70,13 +70,15 @@ class Scenario:
 
     def model_of(self, dtype: torch.dtype = torch.float32) -> Any:
         """The whole model at the start."""
+        from moe_fragment.models.recompute import recompute_layers
+
         model = build(self.model, dtype=dtype, **self.options)
         if self.steered == "starved":
             steer(model, away_from=tuple(LAYOUTS[self.layout][-1]))
         elif self.steered == "crowded":
             steer(model, marked_to=5)
         if self.checkpointing:
-            checkpoint_activations(model)
+            recompute_layers(model)
         return model
 
     def places(self) -> list[Place]:
