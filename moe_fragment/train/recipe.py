@@ -215,6 +215,11 @@ class Recipe(Section):
                     f"{where}: deepspeed.clusters.{name}: bf16 on one cluster and fp32 on another; the rows they "
                     f"exchange need one precision"
                 )
+        if topology.num_rails % self.stages:
+            raise ConfigError(
+                f"{where}: topology.rails: expected a multiple of the {self.stages} stages (pipeline.stages), so that "
+                f"each stage has as many, got {topology.num_rails}"
+            )
         for name, size in zip(topology.names, topology.sizes, strict=True):
             width = size // self.stages
             given = len(self._local_shares.get(name, [0] * width))
@@ -278,11 +283,6 @@ class Recipe(Section):
             raise ConfigError(
                 f"{where}: deepspeed: pipeline.stages: {stages} stages cannot be of equal width on cluster {name}, which "
                 f"has {size} ranks"
-            )
-        if topology.num_rails % stages:
-            raise ConfigError(
-                f"{where}: topology.rails: expected a multiple of the {stages} stages (pipeline.stages), so that each "
-                f"stage has as many, got {topology.num_rails}"
             )
 
     @property

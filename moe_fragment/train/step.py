@@ -200,6 +200,7 @@ class Stepper:
         """Squared norms: of the whole trunk after its sum over the fleet, and of this rank's expert elements. Under a
         parameter strategy: of what only this cluster's tokens train, and of this rank's elements of the rest.
         """
+        self.sync.align(flats)
         if not self.sync.trunk_is_global:
             own = torch.tensor([_square(flats, self._own)], dtype=torch.float64)
             return float(self.fabric.cluster_sum(own)), _square(flats, self._visited)

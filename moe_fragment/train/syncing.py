@@ -89,6 +89,10 @@ class FleetSync:
             self.mixings = [self._mixing(trunk)]
         else:
             self.rounds = [self._parameter(domain, layers) for domain in domains]
+        self._mirrored: RailVector | None = None
+        copied = set().union(*fabric.cluster_gather({shard.name for shard in shards.mirrors}))
+        if copied and not self.gradients:
+            self._mirrored = self._vector({name: trunk.sizes[name] for name in copied})
 
     @property
     def trunk_is_global(self) -> bool:
@@ -212,6 +216,14 @@ class FleetSync:
         """Before the first step of a life, where asynchronous clusters meet."""
         if self.asynchronous is not None:
             self.asynchronous.begin(step)
+
+    def align(self, flats: Sequence[torch.Tensor]) -> None:
+        """Make gradients that two stages hold copies of the same to the bit; DeepSpeed sums them in two orders.
+
+        Collective over the cluster. A gradient strategy's sum does it on the way.
+        """
+        if self._mirrored is not None:
+            self._mirrored.distribute(self._mirrored.collect(flats), flats)
 
     def reduce(self, flats: Sequence[torch.Tensor], *, step: int) -> float:
         """Sum gradients in place under a gradient strategy.

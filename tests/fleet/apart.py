@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tests.fleet.harness import Place
 from tests.fleet.training import ADAM, LAYOUTS, History, Pieces, Scenario
 
 
@@ -48,15 +47,14 @@ def train_apart(scenario: Scenario) -> tuple[History, list[Pieces]]:
     history, trained = History(), [0] * len(models)
     for step in range(scenario.steps):
         losses, tokens = [0.0] * len(models), [0] * len(models)
-        for cluster, size in enumerate(scenario.sizes):
-            for rank in range(size):
-                for batch in scenario.batches(step, Place(scenario.sizes, cluster, rank)):
-                    if batch.filler:
-                        continue
-                    found = micro_batch_losses(models[cluster], batch)
-                    found.total.backward()
-                    losses[cluster] += float(found.cross_entropy.double())
-                    tokens[cluster] += found.tokens
+        for place in scenario.places():
+            for batch in scenario.batches(step, place):
+                if batch.filler:
+                    continue
+                found = micro_batch_losses(models[place.cluster], batch)
+                found.total.backward()
+                losses[place.cluster] += float(found.cross_entropy.double())
+                tokens[place.cluster] += found.tokens
         for cluster, names in enumerate(named):
             _scale_and_clip(scenario, cluster, names, tokens)
             trained[cluster] += tokens[cluster]

@@ -10,9 +10,10 @@ VOCABULARY = 64
 HIDDEN = 32
 LAYERS = 2
 EXPERTS = 8
-EMBEDDING_SCALE, QUERY_KEY_SCALE = 10.0, 0.3
+EMBEDDING_SCALE, QUERY_KEY_SCALE, TIED_SCALE = 10.0, 0.3, 0.2
 """Embeddings of about unit size and soft attention: without them the gradients of the norms of queries and keys cancel
-so far that one process's own fp32 is 1e-6 off."""
+so far that one process's own fp32 is 1e-6 off. A head tied to such an embedding gets smaller vectors, for a loss of the
+usual size."""
 SIGNPOST = 8
 """Tokens below this number carry a mark by which `steer` recognises them."""
 
@@ -34,6 +35,8 @@ def build(kind: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> A
             parameter.add_(noise.to(dtype))
             if name.endswith("embed_tokens.weight"):
                 parameter.mul_(EMBEDDING_SCALE)
+            elif name == "model.norm.weight" and model.config.tie_word_embeddings:
+                parameter.mul_(TIED_SCALE)
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.mul_(QUERY_KEY_SCALE)
     return model

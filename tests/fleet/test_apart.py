@@ -28,6 +28,25 @@ SCENARIOS = {
     "local, replicated": Scenario(
         sizes=(2, 1), sync=DILOCO, layout="replicated", exchange="local", zero="zero3-fp32", steps=10
     ),
+    "pipeline, tied": Scenario(
+        sizes=(4, 2),
+        sync=DILOCO,
+        layout="uneven",
+        options={"tie_word_embeddings": True},
+        accumulation=4,
+        partition=(2, 3),
+        steps=10,
+    ),
+    "pipeline, local, replicated": Scenario(
+        sizes=(2, 2),
+        sync=DILOCO,
+        layout="replicated",
+        exchange="local",
+        model="mixtral",
+        accumulation=3,
+        partition=(3, 2),
+        steps=10,
+    ),
     "local SGD": Scenario(
         sizes=(2, 1),
         sync={"strategy": "local_sgd", "every": 3, "check_every": 1},
@@ -45,7 +64,7 @@ def test_same_as_one_process(fleets: Fleets, name: str) -> None:
     Losses to 1e-5, final weights to 1e-5 relative per tensor, on clusters of two ranks and one, with unequal
     batches."""
     scenario = SCENARIOS[name]
-    histories = fleets(*scenario.sizes).run(train, scenario)
+    histories = fleets(*scenario.sizes, stages=scenario.stages).run(train, scenario)
     first = histories[0][0]
     assert first.outcomes == [OK] * scenario.steps, first.reasons
     alone, weights = train_apart(scenario)
@@ -85,6 +104,27 @@ STREAMING: dict[str, Any] = {
     "check_every": 1,
 }
 VARIANTS: dict[str, tuple[tuple[int, ...], str, dict[str, Any], str, str]] = {
+    "streaming fp4, pipeline": (
+        (4, 2),
+        "pipeline2-zero1-bf16",
+        {**STREAMING, "codec": "fp4"},
+        "tokens",
+        "scattered",
+    ),
+    "butterfly, pipeline, hot experts": (
+        (2, 2),
+        "pipeline2-zero1-fp32",
+        {"strategy": "butterfly", "every": 3, "check_every": 1},
+        "tokens",
+        "hot",
+    ),
+    "teleport, pipeline": (
+        (2, 2),
+        "pipeline2-zero1-fp32",
+        {"strategy": "teleport", "every": 5, "check_every": 1},
+        "local",
+        "even",
+    ),
     "streaming fp4": ((2, 1), "zero1-bf16", {**STREAMING, "codec": "fp4"}, "tokens", "scattered"),
     "streaming, replicated": ((2, 1), "zero3-fp32", {**STREAMING, "codec": "int8"}, "local", "replicated"),
     "sparseloco": (
@@ -117,7 +157,9 @@ VARIANTS: dict[str, tuple[tuple[int, ...], str, dict[str, Any], str, str]] = {
 def test_copies_are_equal_to_the_bit_at_the_end(fleets: Fleets, name: str) -> None:
     sizes, zero, sync, exchange, layout = VARIANTS[name]
     scenario = Scenario(sizes=sizes, zero=zero, sync=sync, exchange=exchange, layout=layout, steps=13)
-    histories = fleets(*sizes).run(train, scenario)
+    if zero.startswith("pipeline"):
+        scenario = replace(scenario, partition=(2, 3), options={"tie_word_embeddings": True})
+    histories = fleets(*sizes, stages=scenario.stages).run(train, scenario)
     for ranks in histories:
         assert ranks[0].outcomes == [OK] * scenario.steps, ranks[0].reasons
         assert ranks[0].losses[-1] < ranks[0].losses[0] + 0.2
@@ -127,6 +169,20 @@ def test_copies_are_equal_to_the_bit_at_the_end(fleets: Fleets, name: str) -> No
         assert any("#" in tensor for tensor in shared)
         for tensor in shared:
             assert torch.equal(histories[0][0].final[tensor], histories[1][0].final[tensor]), tensor
+
+
+def test_gradients_of_a_pipeline(fleets: Fleets) -> None:
+    """Encoded, and by butterfly: the copies, the last stage's of the tied embedding too, stay equal to the bit."""
+    scenario = Scenario(
+        sizes=(4, 2), options={"tie_word_embeddings": True}, accumulation=4, partition=(2, 3), steps=10
+    )
+    exact = fleets(4, 2, stages=2).run(train, scenario)[0][0]
+    for sync in ({"codec": "int8", "error_feedback": 1.0}, {"strategy": "butterfly"}):
+        histories = fleets(4, 2, stages=2).run(train, replace(scenario, sync=sync))
+        for ranks in histories:
+            assert ranks[0].trunk_hashes == histories[0][0].trunk_hashes
+        errors = [abs(a - b) for a, b in zip(histories[0][0].losses, exact.losses, strict=True)]
+        assert max(errors) < (1e-5 if "strategy" in sync else 0.1)
 
 
 @pytest.mark.parametrize("codec", ["int8", [{"topk": {"k": 256, "block": 1024}}, "int8"]])

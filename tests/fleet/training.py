@@ -199,7 +199,10 @@ def start(rank: Rank, scenario: Scenario) -> Stepper:
 
 
 def canonical(rank: Rank, stepper: Stepper, flats: list[torch.Tensor]) -> Pieces:
-    """The tensors that this cluster's ranks hold together in such flat buffers, whole, on every rank of it."""
+    """The tensors that this cluster's ranks hold together in such flat buffers, whole, on every rank of it.
+
+    Second copies, such as a tied embedding's on the last stage, must be the same to the bit.
+    """
     sizes = stepper.shards.canonical_sizes
     found = {name: torch.zeros(size, dtype=torch.float32) for name, size in sizes.items()}
     for shard in stepper.shards.shards:
@@ -208,6 +211,9 @@ def canonical(rank: Rank, stepper: Stepper, flats: list[torch.Tensor]) -> Pieces
     for tensor in found.values():
         rank.fabric.cluster_sum(tensor)  # others hold zeros there; this also turns -0.0 into 0.0 ...
         tensor += 0.0  # ... and so does this, in a cluster of one rank
+    for shard in stepper.shards.mirrors:
+        piece = flats[shard.flat].detach()[shard.position : shard.position + shard.size]
+        assert torch.equal(piece + 0.0, found[shard.name][shard.offset : shard.offset + shard.size])
     return found
 
 
