@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from moe_fragment import cli
+from moe_fragment.schema import ConfigError
 from moe_fragment.topology import Topology
 from moe_fragment.train import launch
 from moe_fragment.train.deepspeed_config import check_deepspeed_config, load_deepspeed_config
@@ -39,9 +40,13 @@ def test_shipped_recipe_loads(path: Path) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
 def test_shipped_parts_fit_together(path: Path, config: Path, topology: Path) -> None:
     mixture = "data.mixture={}"  # the recipe's names its own clusters
-    recipe = Recipe.load(
-        path, [f"topology={topology}", f"deepspeed={config}", mixture, "fabric.emulate=false"]
-    )
+    stages = load_deepspeed_config(config).get("pipeline", {}).get("stages", 1)
+    overrides = [f"topology={topology}", f"deepspeed={config}", mixture, "fabric.emulate=false"]
+    if any(size % stages for size in Topology.load(topology).sizes):
+        with pytest.raises(ConfigError, match=r"pipeline\.stages: 2 stages cannot be of equal width on cluster"):
+            Recipe.load(path, overrides)
+        return
+    recipe = Recipe.load(path, overrides)
     assert recipe.deepspeed_config(recipe.fleet().names[0]) == load_deepspeed_config(config)
     assert sum(recipe.batches(recipe.fleet())) == recipe.train.batch
 
@@ -91,6 +96,15 @@ ZERO1 = {"zero_optimization": {"stage": 1}}
 def zero(**fields: Any) -> dict[str, Any]:
     """A `deepspeed` section with these fields of DeepSpeed's."""
     return {"deepspeed": {"config": {"zero_optimization": {"stage": 1}, **fields}}}
+
+
+def piped(bob: dict[str, Any] | None = None, processes: int = 2, rails: int | None = None, **fields: Any) -> Any:
+    """Clusters ada (2 ranks) and bob, a pipeline each with these fields; bob's may have its own."""
+    config = {**ZERO1, "pipeline": {"stages": 2, **fields}}
+    clusters = [{"name": "ada", "processes": 2}, {"name": "bob", "processes": processes}]
+    fleet = topology(clusters=clusters, **({"rails": rails} if rails else {}))
+    own = {"bob": {**config, **bob}} if bob is not None else {}
+    return {"topology": fleet, "deepspeed": {"config": config, "clusters": own}}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -247,6 +261,55 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "router bias apart": (
         {"sync": {"strategy": "diloco"}, "experts": {"exchange": "local"}, "model": {"config": {"router_bias": True}}},
         "model.config.router_bias: follows the whole fleet's load in every step",
+    ),
+    "other stages": (
+        piped({"pipeline": {"stages": 1}}),
+        "deepspeed: pipeline.stages: 1 on cluster bob, 2 on cluster ada; a layer must be on the same stage of all",
+    ),
+    "other cut": (
+        piped({"pipeline": {"stages": 2, "partition": [3, 2]}}),
+        "deepspeed: pipeline.partition: [3, 2] on cluster bob, parameters on cluster ada; a layer must be on the same",
+    ),
+    "ranks that stages cannot share": (
+        piped(processes=3),
+        "deepspeed: pipeline.stages: 2 stages cannot be of equal width on cluster bob, which has 3 ranks",
+    ),
+    "rails that stages cannot share": (
+        piped(rails=1),
+        "topology.rails: expected a multiple of the 2 stages (pipeline.stages), so that each stage has as many, got 1",
+    ),
+    "pipeline and ZeRO-3": (
+        piped({"zero_optimization": {"stage": 3}}),
+        "deepspeed: zero_optimization.stage: expected 1, which is all that DeepSpeed's pipeline works with, got 3",
+    ),
+    "half a stage": (piped(stages=1.5), "deepspeed: pipeline.stages: expected a number of stages from 1, got 1.5"),
+    "no such cut": (piped(partition="random"), "deepspeed: pipeline.partition: expected parameters, uniform, "),
+    "layers of three stages": (
+        piped(partition=[1, 2, 2]),
+        "deepspeed: pipeline.partition: expected the number of layers of each of the 2 stages, each at least 1, got",
+    ),
+    "layers of another model": (
+        piped(partition=[1, 2]),
+        "deepspeed: pipeline.partition: expected 5 layers in all (embedding, 2 decoder layers, norm, head), got 3",
+    ),
+    "no such layers": (
+        piped(partition="type:Convolution"),
+        "deepspeed: pipeline.partition: type:Convolution: matches none of Embedding, FragmentMoeDecoderLayer, ",
+    ),
+    "more stages than layers": (
+        {
+            **piped(stages=6),
+            "topology": topology(clusters=[{"name": name, "processes": 6} for name in ("ada", "bob")]),
+        },
+        "deepspeed: pipeline.stages: stage 5 would have none of the model's 5 layers",
+    ),
+    "recomputation twice": (
+        piped(activation_checkpoint_interval=1),
+        "deepspeed: pipeline.activation_checkpoint_interval: set model.activation_checkpointing in the recipe",
+    ),
+    "shares of a stage": (
+        {**piped(), "experts": {"local_parallel": {"ada": [1, 1]}}},
+        "experts.local_parallel.ada: expected a share for each of the stage's 1 ranks, got 2",
     ),
     "expert nowhere": (
         {"placement": {"policy": "manual", "table": {"ada": "0-3", "bob": [5]}}},

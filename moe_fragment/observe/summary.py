@@ -27,8 +27,8 @@ def summarise(log: RunLog) -> dict[str, Any]:
         `tokens_per_second`, `wan_bytes` (channel to bytes sent), `remote_fraction`, `dedup_ratio`,
         `merges` (steps with one), `failed_merges`, `refused_merges`, `trunk_distance` and `codec_error` (means over
         the steps in which they were measured), `per_cluster` (name to seconds and tokens; of a pipeline also `bubble`,
-        `bubble_expected` and, by stage, the seconds in `stages`), `events`, `discarded_steps`, `skipped_steps`. What was
-        not measured is None.
+        `bubble_expected` and, by stage, the seconds in `stages`), `events`, `discarded_steps`, `skipped_steps`. What
+        was not measured is None.
 
     Raises:
         RunLogError: no step was recorded yet.
@@ -80,7 +80,8 @@ def summarise(log: RunLog) -> dict[str, Any]:
 
 def _pipeline(part: pd.DataFrame) -> dict[str, Any]:
     """Of a cluster that ran one."""
-    numbers = sorted(int(found[1]) for name in part.columns if (found := _STAGE.fullmatch(name)))
+    names = [name for name in part.columns if part[name].notna().any()]
+    numbers = sorted(int(found[1]) for name in names if (found := _STAGE.fullmatch(name)))
     if not numbers:
         return {}
     return {

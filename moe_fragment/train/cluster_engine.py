@@ -34,6 +34,8 @@ class ClusterEngine:
 
     mirrored: frozenset[str] = frozenset()
     """Parameters of this rank that count as another stage's."""
+    outline: str | None = None
+    """Which stage of a pipeline runs what, for people."""
     times: StageTimes | None = None
     """Of the last `run`, in a pipeline."""
 

@@ -1,7 +1,7 @@
 """What a DeepSpeed configuration may say here, and what it says.
 
-DeepSpeed sees a cluster's ranks only. Clipping, learning rate and the decision to step are the fleet's (`step.py`), so a
-configuration that sets them is refused, not ignored.
+DeepSpeed sees a cluster's ranks only. Clipping, learning rate and the decision to step are the fleet's (`step.py`), so
+a configuration that sets them is refused, not ignored.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _check_pipeline(config: Mapping[str, Any], zero_stage: int, where: str) -> N
     if section.get("activation_checkpoint_interval"):
         raise ConfigError(
             f"{where}: pipeline.activation_checkpoint_interval: set model.activation_checkpointing in the recipe, which "
-            f"does not route recomputed tokens anew"
+            f"routes no token twice"
         )
     if pipeline_stages(config) > 1 and zero_stage != 1:
         raise ConfigError(

@@ -92,9 +92,15 @@ def build_engine(
     optimizer = torch.optim.AdamW(
         parameter_groups(model, model.fragmented, weight_decay), lr=learning_rate, betas=betas, eps=eps
     )
+    own: dict[str, Any] = {}
+    if stages > 1 and not is_bf16(config):
+        # DeepSpeed's own norm takes a collective over all stages for each parameter group, of which a stage may have
+        # none (DeepSpeed#1522): it would wait for ever.
+        own["zero_optimization"] = {**config["zero_optimization"], "compute_grad_norm": False}
     full = {
         "steps_per_print": 10**9,
         **config,
+        **own,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
@@ -113,7 +119,9 @@ def build_engine(
             eps=eps,
             weight_decay=weight_decay,
         )
-    return (PipelineClusterEngine if part is not None else ClusterEngine)(engine, model, local_experts)
+    if part is None:
+        return ClusterEngine(engine, model, local_experts)
+    return PipelineClusterEngine(engine, model, local_experts, part.outline)
 
 
 def _stage_groups(ranks: int, stages: int) -> list[dist.ProcessGroup]:

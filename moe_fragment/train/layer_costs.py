@@ -140,7 +140,9 @@ def balance(costs_CN: Sequence[Sequence[Cost]], stages: int, micro_batches: int)
     return _least_of_the_largest(
         count,
         stages,
-        lambda stage, low, high: size(stage, low, high) if seconds(stage, low, high) <= bound else float("inf"),
+        lambda stage, low, high: (
+            size(stage, low, high) if seconds(stage, low, high) <= bound else float("inf")
+        ),
     )
 
 

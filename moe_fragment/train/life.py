@@ -48,6 +48,7 @@ class Life:
         self.world = world
         self.topology: Topology = recipe.fleet()
         self.index = self.topology.index(world.cluster)
+        self.stages = recipe.stages
         check_model(recipe, self.topology)
         self.data = ClusterData(recipe.data, self.topology.names, self.index)
         self.fabric: Fabric = connect(
@@ -57,7 +58,7 @@ class Life:
             coordinator=world.coordinator,
             facts=joining_facts(recipe, self.data.fingerprint),
             side=recipe.sync.needs_side_rail,
-            stages=recipe.stages,
+            stages=self.stages,
         )
         self._introduce(watch)
         self.directory = recipe.run_directory / world.cluster
@@ -84,7 +85,7 @@ class Life:
     @property
     def replicas(self) -> tuple[int, ...]:
         """How many copies of the model each cluster has: its ranks, or a pipeline's width."""
-        return tuple(size // self.recipe.stages for size in self.topology.sizes)
+        return tuple(size // self.stages for size in self.topology.sizes)
 
     @property
     def _largest_micro_batch(self) -> int:
@@ -125,6 +126,8 @@ class Life:
             sync=recipe.sync,
             exchange_tokens=recipe.experts.exchange == "tokens",
         )
+        if engine.outline is not None:
+            self._notes.append(("stages", engine.outline))
         self.fragmented = engine.fragmented
         self.shapes: dict[str, list[int]] = {}
         for shapes in self.fabric.cluster_gather(parameter_shapes(model)):

@@ -16,6 +16,10 @@ from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.world import World, WorldError, find_world, release_shared_buffers
 
 
+_DYING_S = 1.0
+"""How long a rank may take to be gone after its connections are."""
+
+
 def arguments() -> argparse.ArgumentParser:
     """The command line of a rank."""
     parser = argparse.ArgumentParser(
@@ -68,10 +72,10 @@ def main(argv: list[str] | None = None) -> None:
 def _end(message: str, code: int, watch: PeerWatch | None) -> None:
     # Bad input is the same for all ranks of a launcher until they have joined, and of a cluster afterwards.
     first = watch.this.rank == 0 if watch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+    if watch is not None and code != 130:
+        watch.report(wait_s=_DYING_S if code == 1 else 0.0)  # the cause before what it led to here
     if code == 1 or first:
         sys.stderr.write(message.rstrip() + "\n")
-    if watch is not None:
-        watch.report()
     sys.stderr.flush()
     os._exit(code)
 

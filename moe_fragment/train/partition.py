@@ -88,13 +88,13 @@ def checked(bounds: Sequence[int], row: Sequence[Piece]) -> list[int]:
     """
     if bounds[-1] != len(row):
         raise ConfigError(
-            f"pipeline.partition: expected {len(row)} layers in all (embedding, {len(row) - 3} decoder layers, norm, "
+            f"deepspeed: pipeline.partition: expected {len(row)} layers in all (embedding, {len(row) - 3} decoder layers, norm, "
             f"head), got {bounds[-1]}"
         )
     empty = [stage for stage in range(len(bounds) - 1) if bounds[stage] >= bounds[stage + 1]]
     if empty:
         raise ConfigError(
-            f"pipeline.stages: stage {empty[0]} would have none of the model's {len(row)} layers (embedding, decoder "
+            f"deepspeed: pipeline.stages: stage {empty[0]} would have none of the model's {len(row)} layers (embedding, decoder "
             f"layers, norm, head)"
         )
     return [int(bound) for bound in bounds]
@@ -105,10 +105,8 @@ def _sizes(row: Sequence[Piece]) -> list[int]:
 
 
 def _of_type(row: Sequence[Piece], pattern: str) -> list[int]:
-    matches = [
-        int(bool(re.search(pattern, type(piece.module).__name__, re.IGNORECASE))) for piece in row
-    ]
+    matches = [int(bool(re.search(pattern, type(piece.module).__name__, re.IGNORECASE))) for piece in row]
     if not any(matches):
         names = ", ".join(dict.fromkeys(type(piece.module).__name__ for piece in row))
-        raise ConfigError(f"pipeline.partition: {BY_TYPE}{pattern}: matches none of {names}")
+        raise ConfigError(f"deepspeed: pipeline.partition: {BY_TYPE}{pattern}: matches none of {names}")
     return matches

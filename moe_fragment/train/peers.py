@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -70,9 +71,12 @@ class PeerWatch:
         """Ranks of this host that are gone."""
         return [peer for peer in self.peers if peer.is_dead()]
 
-    def report(self) -> None:
-        """Say on standard error who is dead, if anybody is."""
-        if dead := self.dead():
+    def report(self, wait_s: float = 0.0) -> None:
+        """Say on standard error who is dead, if anybody is before so long."""
+        deadline = time.monotonic() + wait_s
+        while not (dead := self.dead()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if dead:
             names = " and ".join(map(str, dead))
             sys.stderr.write(f"moe-fragment: {names} died; {self.this} ends because of it\n")
             sys.stderr.flush()

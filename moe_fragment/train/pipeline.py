@@ -5,14 +5,15 @@ to whoever has the fleet's verdict. Nothing but hidden vectors and their gradien
 reads the micro-batch itself, and router losses are attached to the hidden vectors where they arise, as an identity
 whose backward gives them their gradient.
 
-All clusters run the same stages and as many micro-batches, so that the same layers of all clusters exchange tokens in the
-same order; another order would be a deadlock (1F1B waits forward and backward).
+All clusters run the same stages and as many micro-batches, so that the same layers of all clusters exchange tokens in
+the same order; another order would be a deadlock (1F1B waits forward and backward).
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from moe_fragment.train.cluster_engine import ClusterEngine, StageTimes
 from moe_fragment.train.local_experts import LocalExperts
 from moe_fragment.train.loss import Batch, auxiliary_loss, router_options, token_losses
 from moe_fragment.train.stages import EMBEDDING, Stage, cut, is_tied, pieces, run
+
 
 class _Tied(TiedLayerSpec):
     """The embedding, which is there already."""
@@ -88,7 +90,7 @@ class PipelinedModel(PipelineModule):
             layers[0] = layers[-1] = _Tied(model.base_model.embed_tokens)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers
             super().__init__(layers, num_stages=len(bounds) - 1, dynamic_shape=True)
-        self._layer_specs = []
+        self._layer_specs: list[Any] = []  # or they would keep what other stages have
         # Not as a submodule, which would give every parameter a second name. It has buffers that no piece has.
         self.__dict__["transformer"] = model.to(get_accelerator().device_name(self.local_rank))
         self.stage = stage
@@ -107,9 +109,7 @@ class PipelinedModel(PipelineModule):
         work.begun += 1
         options = router_options(model) if self.training else {}
         with model.fragmented.micro_batch(index, counted=not batch.filler):
-            outputs, decoder = run(
-                model, self.stage, inputs, attention_mask=batch.attention_mask, **options
-            )
+            outputs, decoder = run(model, self.stage, inputs, attention_mask=batch.attention_mask, **options)
         loss = auxiliary_loss(model, decoder, batch) if self.training else None
         if not self.stage.is_last:
             return outputs if loss is None else _Attach.apply(outputs, loss / work.expected_tokens)
@@ -123,7 +123,8 @@ class PipelinedModel(PipelineModule):
 class PipelineClusterEngine(ClusterEngine):
     """Of a rank of a pipeline; see `ClusterEngine`."""
 
-    def __init__(self, engine: Any, model: Any, local_experts: LocalExperts | None) -> None:
+    def __init__(self, engine: Any, model: Any, local_experts: LocalExperts | None, outline: str) -> None:
+        self.outline = outline
         super().__init__(engine, model, local_experts)
         pipelined: PipelinedModel = engine.module
         self._pipelined = pipelined
@@ -194,7 +195,13 @@ class StagePart:
         self._bounds = bounds
         self._stage = Stage.of(bounds, number)
         self._tied = is_tied(model)
-        self._own = [piece.module for piece in pieces(model)[self._stage.low : self._stage.high]]
+        row = pieces(model)
+        self._own = [piece.module for piece in row[self._stage.low : self._stage.high]]
+        self.outline = "; ".join(
+            f"stage {stage} runs {row[low].name}" + (f" to {row[high - 1].name}" if high > low + 1 else "")
+            for stage, (low, high) in enumerate(itertools.pairwise(bounds))
+        )
+        """Who runs what, for people."""
         cut(model, self._stage)
 
     def pipelined(self) -> PipelinedModel:

@@ -262,9 +262,7 @@ class Recipe(Section):
                 f"train apart (experts.exchange: local, sync.strategy: {self.sync.strategy}) do not know"
             )
 
-    def _check_stages(
-        self, config: Mapping[str, Any], topology: Topology, name: str, where: str
-    ) -> None:
+    def _check_stages(self, config: Mapping[str, Any], topology: Topology, name: str, where: str) -> None:
         """Refuse pipelines whose stages could not meet those of the other clusters."""
         first = topology.names[0]
         theirs = self.deepspeed_config(first)
@@ -275,14 +273,14 @@ class Recipe(Section):
         ):
             if own != other and (stages > 1 or field == "stages"):
                 raise ConfigError(
-                    f"{where}: deepspeed: pipeline.{field}: {own} on cluster {name}, {other} on cluster {first}; a layer "
-                    f"must be on the same stage of all clusters, or their tokens would not meet"
+                    f"{where}: deepspeed: pipeline.{field}: {own} on cluster {name}, {other} on cluster {first}; a "
+                    f"layer must be on the same stage of all clusters, or their tokens would not meet"
                 )
         size = topology.sizes[topology.index(name)]
         if size % stages:
             raise ConfigError(
-                f"{where}: deepspeed: pipeline.stages: {stages} stages cannot be of equal width on cluster {name}, which "
-                f"has {size} ranks"
+                f"{where}: deepspeed: pipeline.stages: {stages} stages cannot be of equal width on cluster {name}, "
+                f"which has {size} ranks"
             )
 
     @property

@@ -167,7 +167,7 @@ class ClusterRun(Life):
             syncs,
             self.topology.names,
             self.stepper.sync.codec_loss(),
-            stages=self.recipe.stages,
+            stages=self.stages,
             micro_batches=self.recipe.train.accumulation,
         )
         rate = learning_rate(self.recipe.train, self.step_number - 1)

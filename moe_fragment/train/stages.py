@@ -1,8 +1,8 @@
 """Where a transformers model can be cut into the stages of a pipeline, and the cut itself.
 
-A model is a row of pieces: the embedding, the decoder layers, the last norm, the head. A stage keeps a range of them and
-runs the family's own forward over what it kept, so there is no second implementation of anything: a stage that does not
-begin with the embedding is given the hidden vectors instead, one that does not end with the head returns them.
+A model is a row of pieces: the embedding, the decoder layers, the last norm, the head. A stage keeps a range of them
+and runs the family's own forward over what it kept, so there is no second implementation of anything: a stage that does
+not begin with the embedding is given the hidden vectors instead, one that does not end with the head returns them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def pieces(model: Any) -> list[Piece]:
     Raises:
         ConfigError: the model is no such row.
     """
-    decoder, head = model.base_model, model.get_output_embeddings()
+    decoder, head = model.base_model, getattr(model, HEAD, None)
     children = dict(decoder.named_children())
     unknown = children.keys() - {EMBEDDING, "layers", NORM, _WITHOUT_WEIGHTS}
     lacks = {EMBEDDING, "layers", NORM} - children.keys()
-    if decoder is model or head is None or getattr(model, HEAD, None) is not head or unknown or lacks:
+    if decoder is model or not isinstance(head, nn.Module) or unknown or lacks:
         what = f"has {min(unknown)}" if unknown else f"lacks {min(lacks)}" if lacks else "has another head"
         raise ConfigError(
-            f"pipeline.stages: {type(model).__name__} cannot be cut into stages: it {what}; expected an embedding, "
+            f"deepspeed: pipeline.stages: {type(model).__name__} cannot be cut into stages: it {what}; expected an embedding, "
             f"layers, a norm and {HEAD}"
         )
     layers = [Piece(f"layers.{number}", layer) for number, layer in enumerate(decoder.layers)]

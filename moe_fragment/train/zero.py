@@ -8,7 +8,7 @@ collective is involved; the reference it is tested against is `deepspeed.utils.s
 
 A stacked expert parameter counts as one canonical parameter per expert, named `<parameter>#<global expert id>`. Experts
 that are spread over the cluster's ranks are in a last flat buffer of their own, which DeepSpeed does not know of. A
-rank of a pipeline sees its stage's parameters; of those that two stages hold (a tied embedding) the first stage's count.
+rank of a pipeline sees its stage's parameters; of what two stages hold (a tied embedding) the first stage's counts.
 """
 
 from __future__ import annotations

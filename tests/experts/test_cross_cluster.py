@@ -10,9 +10,9 @@ import torch
 from moe_fragment.experts.interface import ATTRIBUTE
 from moe_fragment.fabric import FAILED, OK, Fabric
 from moe_fragment.models.fragment import fragment
+from moe_fragment.models.recompute import recompute_layers
 from moe_fragment.placement import Placement
 from tests.fabric.pair import NAMES, fabrics, group_of, together
-from moe_fragment.models.recompute import recompute_layers
 from tests.fleet.models import LAYERS, VOCABULARY, build
 
 LAYOUTS: dict[str, list[list[int]]] = {

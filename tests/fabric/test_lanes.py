@@ -20,6 +20,23 @@ def test_every_rank_is_on_one_lane_with_one_gateway(size: int, rails: int) -> No
     assert sorted(member for layout in set(layouts) for member in layout.members) == list(range(size))
 
 
+@given(stages=st.integers(1, 4), widths=st.lists(st.integers(1, 5), min_size=2, max_size=3), data=st.data())
+def test_a_rail_stays_within_a_stage(stages: int, widths: list[int], data: st.DataObject) -> None:
+    """In clusters of any width: the same rail is the same stage everywhere, and each rail has one gateway."""
+    rails = stages * data.draw(st.integers(1, min(widths)))
+    stage_of_rail: dict[int, set[int]] = {}
+    for width in widths:
+        size = stages * width
+        lanes = LaneLayout.all(size, rails, stages)
+        assert sorted(member for lane in lanes for member in lane.members) == list(range(size))
+        for rail, lane in enumerate(lanes):
+            assert lane.rail == rail
+            assert lane.gateway == min(lane.members)
+            assert all(LaneLayout.of(member, size, rails, stages) == lane for member in lane.members)
+            stage_of_rail.setdefault(rail, set()).update(member // width for member in lane.members)
+    assert all(len(found) == 1 for found in stage_of_rail.values())
+
+
 @given(total=st.integers(0, 40), size=st.integers(1, 6))
 def test_shares_tile_the_arrived_rows(total: int, size: int) -> None:
     lane = Lane(LaneLayout(0, tuple(range(size))), 0, None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.fleet.harness import Rank
-from tests.fleet.training import Scenario, canonical, digest, cluster_bias, start
+from tests.fleet.training import Scenario, canonical, cluster_bias, digest, start
 
 
 @dataclass(frozen=True)

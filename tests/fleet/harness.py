@@ -271,9 +271,7 @@ def _stop_server() -> None:
         _forkserver._stop()
 
 
-def _serve(
-    place: Place, coordinator: str, master_port: int, stages: int, log: str, pipe: Connection
-) -> None:
+def _serve(place: Place, coordinator: str, master_port: int, stages: int, log: str, pipe: Connection) -> None:
     """Life of one rank: join, then run the cases that come through the pipe until it closes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()

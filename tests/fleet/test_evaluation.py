@@ -26,31 +26,34 @@ def evaluate_on(rank: Rank, scenario: Scenario, drop: Drop | None) -> tuple[floa
             rank.fabric,
             SEQUENCES,
             step=rank.next_step(),
-            rank=places.index(rank.place),
+            rank=places.index(scenario.reader(rank.place)),
             ranks=len(places),
             filler=0,
             retries=3,
         )
     # The fleet goes on training after it.
-    report = stepper.step(rank.next_step(), scenario.batches(0, rank.place), learning_rate=1e-3)
+    batches = scenario.batches(0, scenario.reader(rank.place))
+    report = stepper.step(rank.next_step(), batches, learning_rate=1e-3)
     assert report.outcome == 2, report.reason
     counted = stepper.statistics.drain()
     stepper.engine.destroy()
     return loss, tokens, counted.remote_rows
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "partition"), [((1, 1), ()), ((2, 1), ()), ((4, 2), (2, 3))], ids=["1x1", "2+1", "pipeline 4+2"]
+)
 def test_evaluation_equals_one_process_and_survives_a_broken_connection(
-    fleets: Fleets, sizes: tuple[int, ...]
+    fleets: Fleets, sizes: tuple[int, ...], partition: tuple[int, ...]
 ) -> None:
     from moe_fragment.train.loss import Batch, micro_batch_losses
 
-    scenario = Scenario(sizes=sizes)
+    scenario = Scenario(sizes=sizes, partition=partition)
     model = scenario.model_of().eval()
     with torch.no_grad():
         losses = micro_batch_losses(model, Batch.of(SEQUENCES, 0), auxiliary=False)
     expected = float(losses.cross_entropy) / losses.tokens
-    fleet = fleets(*sizes)
+    fleet = fleets(*sizes, stages=scenario.stages)
     for drop in (None, Drop(0), Drop(2)):
         for results in fleet.run(evaluate_on, scenario, drop):
             for loss, tokens, _ in results:

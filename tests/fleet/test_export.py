@@ -26,6 +26,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("mixtral", {}, "MixtralForCausalLM"),
     "fragment": ("fragment", {}, "Dots1ForCausalLM"),
     "fragment-tied": ("fragment", {"tie_word_embeddings": True, "qk_norm": False}, "Glm4MoeForCausalLM"),
+    "fragment-piped": ("fragment", {"tie_word_embeddings": True}, "Dots1ForCausalLM"),
+    "qwen3-piped": ("qwen3", {}, "Qwen3MoeForCausalLM"),
     "fragment-own": ("fragment", {"scoring": "softmax", "router_bias": True}, "FragmentMoeForCausalLM"),
 }
 """Model of `tests.train.runs`, changes to its configuration, and the class that opens it."""
@@ -57,8 +59,11 @@ def runs(fleets: Fleets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of three steps, one of each kind, below one directory."""
     home = tmp_path_factory.mktemp("export")
     for name, (model, config, _) in KINDS.items():
-        changes = {"steps": 3, "checkpoint_every": 2, "learning_rate": 0.05}
-        fleets(2, 1).run(train, recipe_for(home, name=name, model=model, config=config, **changes))
+        changes: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "learning_rate": 0.05}
+        if name.endswith("piped"):
+            changes |= {"sizes": (2, 2), "zero": "pipeline2-zero1-fp32"}
+        fleet = fleets(2, 2, stages=2) if name.endswith("piped") else fleets(2, 1)
+        fleet.run(train, recipe_for(home, name=name, model=model, config=config, **changes))
     return home
 
 

@@ -150,7 +150,9 @@ def test_any_micro_batch_of_a_pipeline(fleets: Fleets, stage: int) -> None:
             places.append(f"stage {stage}, layer {stage}, micro-batch {work[1]}: ")
     events += [Drop(16, rank=stage), Drop(18, cluster=1, rank=stage)]
     trail = check_as_if_not(fleets, scenario, events)
-    reasons = [reason for outcome, reason in zip(trail.outcomes, trail.reasons, strict=True) if outcome == FAILED]
+    reasons = [
+        reason for outcome, reason in zip(trail.outcomes, trail.reasons, strict=True) if outcome == FAILED
+    ]
     for reason, place in zip(reasons, places, strict=False):
         assert reason.startswith(place), reason
 

@@ -34,7 +34,7 @@ from tests.fleet.commands import (
     ranks_of,
     until,
 )
-from tests.train.runs import EVERYWHERE, recipe_for
+from tests.train.runs import DEEPSPEED, EVERYWHERE, recipe_for
 
 STEPS = 6
 QUICK = {"heartbeat_timeout": "5 s", "exchange_timeout": "15 s", "quorum_timeout": "30 s"}
@@ -203,12 +203,19 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("way", ["launch", "one launcher"])
+@pytest.mark.parametrize("way", ["launch", "one launcher", "pipeline"])
 def test_killed_rank_ends_the_launch_and_is_named(home: Path, way: str) -> None:
-    """Within seconds, with a code that is not 0, by name; also a rank that has nobody beside it in its cluster."""
+    """Within seconds, with a code that is not 0, by name; also a rank that has nobody beside it in its cluster, and a
+    stage of a pipeline, whose neighbour waits for it.
+    """
     name = f"killed-{way.split()[0]}"
     recipe = write(home, name, steps=4000, checkpoint_every=5, sizes=(2, 1))
-    if way == "launch":
+    if way == "pipeline":
+        sections = {"deepspeed": {"config": str(DEEPSPEED / "pipeline2-zero1-fp32.json")}}
+        recipe = write(home, name, steps=4000, sizes=(2, 2), accumulation=4, sections=sections)
+        command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
+        victim, sentence = ("ada", 1), r"rank 1 of cluster ada \(pid PID on [^)]*\) died"
+    elif way == "launch":
         command = Command(home, "moe-fragment", "launch", recipe, "--quiet")
         victim, sentence = ("bob", 0), "cluster bob ended because its rank 0 was killed \\(SIGKILL\\)"
     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_fragment.observe import RunLog
 from tests.fleet.harness import Fleets
 from tests.fleet.test_parity import check_agreement, check_same_as_one_process
 from tests.fleet.test_resume import assert_same_bits, cut, worst
@@ -69,14 +71,15 @@ def test_same_as_one_process(fleets: Fleets, name: str) -> None:
     check_same_as_one_process(fleets, CASES[name], f"pipeline {name}")
 
 
-def test_bf16_trains_like_fp32(fleets: Fleets) -> None:
+@pytest.mark.parametrize("partition", [(2, 3), (1, 4)], ids=["", "only-embedding"])
+def test_bf16_trains_like_fp32(fleets: Fleets, partition: tuple[int, ...]) -> None:
     scenario = Scenario(
         sizes=(2, 2),
         zero="zero1-bf16",
         model="fragment",
         accumulation=4,
         checkpointing=True,
-        partition=(2, 3),
+        partition=partition,
     )
     fleet = check_agreement(fleets(2, 2, stages=2).run(train, scenario), scenario.steps)
     alone = reference(replace(scenario, zero="zero1-fp32"))
@@ -129,3 +132,38 @@ def test_state_moves_between_layouts(fleets: Fleets, tmp_path: Path, tied: bool)
     wide = check(alone, 2, "wide", (4, 2), "pipeline2-zero1-fp32", spread=True)
     parallel = check(wide, 3, "parallel", (2, 2), "zero3-fp32", spread=True)
     check(parallel, 4, "again", (2, 2), "pipeline2-zero1-fp32")
+
+
+@pytest.mark.timeout(240)
+def test_measured_cut_and_evaluation(fleets: Fleets, tmp_path: Path) -> None:
+    """Clusters agree on it; where the cut is changes nothing, and evaluations are those of plain ranks too.
+
+    DeepSpeed#1522: by hand, a stage has nothing but the embedding, and DeepSpeed is to compute gradient norms.
+    """
+    logs = {}
+    for name, method in (("measured", "measured"), ("by-hand", [1, 4]), ("plain", None)):
+        recipe = recipe_for(tmp_path, name=name, sizes=(2, 2), steps=4, accumulation=2, eval_every=2)
+        config: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+        if method is not None:
+            config["pipeline"] = {"stages": 2, "partition": method}
+        recipe["deepspeed"] = {"config": config}
+        fleets(2, 2, stages=2 if method else 1).run(train_run, recipe)
+        logs[name] = RunLog(tmp_path / name)
+    events = logs["measured"].events
+    (outline,) = set(events.loc[events["kind"] == "stages", "message"])
+    assert re.fullmatch(r"stage 0 runs embed_tokens( to \S+)?; stage 1 runs (\S+ to )?lm_head", outline)
+    by_hand = logs["by-hand"].events
+    assert "stage 0 runs embed_tokens; stage 1 runs layers.0 to lm_head" in set(by_hand["message"])
+    for name in ("measured", "by-hand"):
+        for table in ("steps", "evaluations"):
+            found, expected = (
+                getattr(logs[key], table).groupby("step")["loss"].mean() for key in (name, "plain")
+            )
+            assert (found - expected).abs().max() <= 1e-5
+        (stages,) = {len(values["stages"]) for values in logs[name].summary()["per_cluster"].values()}
+        assert stages == 2
+    steps = logs["measured"].steps
+    assert set(steps["bubble_expected"]) == {1 / 3}
+    assert steps["bubble"].between(0, 1).all()
+    waits = steps["stage_0_wan_wait_s"] + steps["stage_1_wan_wait_s"]
+    assert (waits / 2 - steps["wan_wait_s"]).abs().max() < 1e-6

@@ -39,6 +39,35 @@ def write_run(run: Path, *, emulated: bool, clusters: tuple[str, ...] = CLUSTERS
                 writer.event(STEP_SKIPPED, "step 1 overflowed", step=1)
 
 
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    """A cluster that runs none has none."""
+    for cluster in CLUSTERS:
+        with RunWriter(
+            tmp_path / cluster, cluster=cluster, clusters=CLUSTERS, layers=1, experts=2, emulated=False
+        ) as writer:
+            scalars = {"loss": 4.0, "tokens": 100, "step_s": 1.0}
+            if cluster == "oslo":
+                scalars |= {"bubble_expected": 0.2, "stage_0_idle_s": 0.5, "stage_1_idle_s": 0.25}
+                scalars |= {"stage_0_wan_wait_s": 0.125, "stage_1_wan_wait_s": 0.0}
+            for step in (1, 2):
+                own = {"bubble": 0.2 + 0.1 * step} if cluster == "oslo" else {}
+                zeros = np.zeros((1, 2), dtype=int)
+                writer.step(step, {**scalars, **own}, {}, zeros, zeros)
+    found = report(tmp_path)["per_cluster"]
+    assert "stages" not in found["berlin"]
+    assert found["oslo"]["bubble"] == pytest.approx(0.35)
+    assert found["oslo"]["bubble_expected"] == pytest.approx(0.2)
+    assert found["oslo"]["stages"] == [
+        {"idle_s": 1.0, "wan_wait_s": 0.25},
+        {"idle_s": 0.5, "wan_wait_s": 0.0},
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    print_report(report(tmp_path), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "What the stages of the pipelines waited" in text
+    assert "35.0%" in text
+
+
 def test_summary(tmp_path: Path) -> None:
     write_run(tmp_path, emulated=True)
     summary = report(tmp_path)
