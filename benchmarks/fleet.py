@@ -35,13 +35,15 @@ class Wiring:
     """How the processes of a group are joined.
 
     `sizes` are ranks per cluster. Without `fabric` there must be one cluster: a plain torch.distributed world.
-    `bandwidth` and `rtt` are emulated on the links between clusters; None leaves them as fast as the machine is.
+    `bandwidth` and `rtt` are emulated on the links between clusters; None leaves them as fast as the machine is. The
+    ranks of a cluster may be a pipeline of `stages`.
     """
 
     sizes: tuple[int, ...]
     fabric: bool = True
     bandwidth: str | None = None
     rtt: str | None = None
+    stages: int = 1
 
 
 @dataclass
@@ -193,6 +195,7 @@ def _join(wiring: Wiring, cluster: int, local_rank: int, port: int, coordinator:
         cluster=names[cluster],
         coordinator=coordinator,
         facts={"sizes": list(wiring.sizes)},
+        stages=wiring.stages,
     )
     return Rank(cluster, local_rank, wiring, topology, fabric, {})
 

@@ -1,10 +1,11 @@
 """Ways to lay a model out over a cluster's ranks, against ZeRO-3 on the same ranks: tokens per second and memory.
 
-Two clusters of two ranks each, half of the experts on either. Under plain ZeRO-3 each rank of a cluster computes all of
-the cluster's experts, gathered when they are needed. Spread (`experts.local_parallel`), each rank holds and computes
-half of them, and tokens travel. The layouts are separate groups of processes that take turns of a few steps; figures
-are medians over turns, and the first turn is dropped. All see the same batches from the same weights, and the largest
-difference of their losses is printed.
+Two clusters of two ranks each, four layers, half of the experts on either. Under plain ZeRO-3 each rank of a cluster
+computes all of the cluster's experts, gathered when they are needed. Spread (`experts.local_parallel`), each rank holds
+and computes half of them, and tokens travel. In a pipeline of two stages a rank holds half of the layers, and runs the
+sequences of both ranks in micro-batches. The layouts are separate groups of processes that take turns of a few steps;
+figures are medians over turns, and the first turn is dropped. All see the same batches from the same weights, and the
+largest difference of their losses is printed.
 
 CPU only, and all ranks share this machine's cores: a ratio compares work per step, not what a cluster would do. Memory
 is what a rank has at its peak above what it had before the model was built.
@@ -29,15 +30,19 @@ class Layout:
     """How a cluster's ranks hold the model."""
 
     stage: int
-    expert_parallel: bool
+    expert_parallel: bool = False
+    stages: int = 1
+    micro_batches: int = 1
 
 
 REFERENCE = "ZeRO-3"
 LAYOUTS = {
-    REFERENCE: Layout(3, expert_parallel=False),
+    REFERENCE: Layout(3),
     "expert parallel, ZeRO-3": Layout(3, expert_parallel=True),
     "expert parallel, ZeRO-1": Layout(1, expert_parallel=True),
-    "ZeRO-1": Layout(1, expert_parallel=False),
+    "2 stages, 4 micro-batches": Layout(1, stages=2, micro_batches=4),
+    "2 stages, 8 micro-batches": Layout(1, stages=2, micro_batches=8),
+    "ZeRO-1": Layout(1),
 }
 
 
@@ -45,10 +50,16 @@ def measure(case: Case, turns: int, steps: int) -> list[dict[str, Any]]:
     """A row per layout."""
     cases = {name: replace(case, stage=layout.stage) for name, layout in LAYOUTS.items()}
     found: dict[str, list[Any]] = {name: [] for name in LAYOUTS}
-    with fleet.start(*(Wiring(sizes=SIZES) for _ in LAYOUTS)) as groups:
+    with fleet.start(*(Wiring(sizes=SIZES, stages=layout.stages) for layout in LAYOUTS.values())) as groups:
         for group, (name, layout) in zip(groups, LAYOUTS.items(), strict=True):
             parameters = group.run(
-                functools.partial(build_fragmented, expert_parallel=layout.expert_parallel), cases[name]
+                functools.partial(
+                    build_fragmented,
+                    expert_parallel=layout.expert_parallel,
+                    stages=layout.stages,
+                    micro_batches=layout.micro_batches,
+                ),
+                cases[name],
             )[0]
         for turn in range(turns + 1):
             for group, name in zip(groups, LAYOUTS, strict=True):
@@ -98,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for hidden, experts, top_k in (MODELS[name] for name in options.models):
-        case = Case(sizes=SIZES, stage=3, hidden=hidden, experts=experts, top_k=top_k)
+        case = Case(sizes=SIZES, stage=3, hidden=hidden, experts=experts, top_k=top_k, layers=4, sequences=4)
         say(f"layouts: {case}")
         rows += measure(case, options.turns, options.steps)
     text = fleet.table(COLUMNS, [row | {"peak_mb": row["peak_bytes"] / 1e6} for row in rows])

@@ -103,51 +103,64 @@ def batch_of(case: Case, step: int, place: int) -> Any:
     return Batch.of(torch.randint(0, VOCABULARY, shape, generator=generator), 0)
 
 
-def build_fragmented(rank: Rank, case: Case, *, expert_parallel: bool = False) -> int:
+def build_fragmented(
+    rank: Rank, case: Case, *, expert_parallel: bool = False, stages: int = 1, micro_batches: int = 1
+) -> int:
     """Model, engine and stepper of this package; returns the parameters of the whole model.
 
     Args:
         rank: this one.
         case: what is trained.
         expert_parallel: each rank holds some of its cluster's experts, not all of them.
+        stages: of each cluster's pipeline.
+        micro_batches: of a step.
     """
-    from moe_fragment.experts import ExpertParallel
-    from moe_fragment.models.fragment import fragment
     from moe_fragment.placement import place_experts
-    from moe_fragment.train.engine import build_engine, load_deepspeed_config
+    from moe_fragment.train.deepspeed_config import load_deepspeed_config
+    from moe_fragment.train.engine import build_engine
     from moe_fragment.train.step import Stepper
 
-    rank.keep["before"] = fleet.memory_bytes("VmRSS")
+    rank.keep |= {"before": fleet.memory_bytes("VmRSS"), "stages": stages, "micro_batches": micro_batches}
     model = stock_model(case)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     placement = place_experts(
         rank.topology, num_experts=case.experts, layers=range(case.layers), policy="even"
     )
-    even = ExpertParallel(rank.local_rank, [1.0] * case.sizes[rank.cluster])
-    fragment(model, placement, rank.fabric, even if expert_parallel else None)
+    config = load_deepspeed_config(Path(f"ds_configs/zero{case.stage}-fp32.json"))
     engine = build_engine(
         model,
-        model.fragmented,
-        load_deepspeed_config(Path(f"ds_configs/zero{case.stage}-fp32.json")),
-        accumulation=1,
+        placement,
+        rank.fabric,
+        {**config, "pipeline": {"stages": stages, "partition": "parameters"}},
+        shares=[1.0] * case.sizes[rank.cluster] if expert_parallel else None,
+        accumulation=micro_batches,
         learning_rate=LEARNING_RATE,
         betas=(0.9, 0.99),
         eps=1e-8,
         weight_decay=0.1,
     )
-    rank.keep["stepper"] = Stepper(
-        engine,
-        rank.fabric,
-        model.fragmented,
-        accumulation=1,
-        expected_tokens=case.tokens,
-        clip_norm=CLIP_NORM,
-        rails=rank.topology.num_rails,
-        local_rank=rank.local_rank,
-        local_ranks=case.sizes[rank.cluster],
-    )
+    rank.keep["stepper"] = Stepper(engine, rank.fabric, expected_tokens=case.tokens, clip_norm=CLIP_NORM)
     fleet.forget_peak()
     return parameters
+
+
+def batches_of(rank: Rank, case: Case, step: int) -> list[Any]:
+    """Micro-batches of a rank: its own sequences, or all of the cluster's, which a pipeline's stages run together."""
+    import torch
+
+    from moe_fragment.train.loss import Batch
+
+    first = rank.place - rank.local_rank
+    places = range(first, first + case.sizes[rank.cluster]) if rank.keep["stages"] > 1 else [rank.place]
+    whole = [batch_of(case, step, place) for place in places]
+    inputs, labels = (
+        [sequence for batch in whole for sequence in getattr(batch, name)] for name in ("input_ids", "labels")
+    )
+    size = len(inputs) // rank.keep["micro_batches"]
+    return [
+        Batch(torch.stack(inputs[at : at + size]), torch.stack(labels[at : at + size]))
+        for at in range(0, len(inputs), size)
+    ]
 
 
 def build_plain(rank: Rank, case: Case) -> int:
@@ -183,8 +196,8 @@ def turn_fragmented(rank: Rank, case: Case, first: int, steps: int) -> dict[str,
     reports = []
     clock = Clock()
     for step in range(first, first + steps):
-        batch = batch_of(case, step, rank.place)
-        reports.append(rank.keep["stepper"].step(step, [batch], learning_rate=LEARNING_RATE))
+        batches = batches_of(rank, case, step)
+        reports.append(rank.keep["stepper"].step(step, batches, learning_rate=LEARNING_RATE))
     answer = clock.read(steps)
     assert all(report.outcome == OK for report in reports), reports[-1].reason
     rank.keep["stepper"].statistics.drain()

@@ -43,7 +43,9 @@ def test_shipped_parts_fit_together(path: Path, config: Path, topology: Path) ->
     stages = load_deepspeed_config(config).get("pipeline", {}).get("stages", 1)
     overrides = [f"topology={topology}", f"deepspeed={config}", mixture, "fabric.emulate=false"]
     if any(size % stages for size in Topology.load(topology).sizes):
-        with pytest.raises(ConfigError, match=r"pipeline\.stages: 2 stages cannot be of equal width on cluster"):
+        with pytest.raises(
+            ConfigError, match=r"pipeline\.stages: 2 stages cannot be of equal width on cluster"
+        ):
             Recipe.load(path, overrides)
         return
     recipe = Recipe.load(path, overrides)
@@ -98,7 +100,9 @@ def zero(**fields: Any) -> dict[str, Any]:
     return {"deepspeed": {"config": {"zero_optimization": {"stage": 1}, **fields}}}
 
 
-def piped(bob: dict[str, Any] | None = None, processes: int = 2, rails: int | None = None, **fields: Any) -> Any:
+def piped(
+    bob: dict[str, Any] | None = None, processes: int = 2, rails: int | None = None, **fields: Any
+) -> Any:
     """Clusters ada (2 ranks) and bob, a pipeline each with these fields; bob's may have its own."""
     config = {**ZERO1, "pipeline": {"stages": 2, **fields}}
     clusters = [{"name": "ada", "processes": 2}, {"name": "bob", "processes": processes}]

@@ -78,8 +78,8 @@ def _check_pipeline(config: Mapping[str, Any], zero_stage: int, where: str) -> N
         raise ConfigError(f"{where}: pipeline.stages: expected a number of stages from 1, got {stages!r}")
     if section.get("activation_checkpoint_interval"):
         raise ConfigError(
-            f"{where}: pipeline.activation_checkpoint_interval: set model.activation_checkpointing in the recipe, which "
-            f"routes no token twice"
+            f"{where}: pipeline.activation_checkpoint_interval: set model.activation_checkpointing in the recipe, "
+            f"which routes no token twice"
         )
     if pipeline_stages(config) > 1 and zero_stage != 1:
         raise ConfigError(

@@ -15,7 +15,6 @@ from moe_fragment.train.peers import PeerWatch
 from moe_fragment.train.recipe import Recipe
 from moe_fragment.train.world import World, WorldError, find_world, release_shared_buffers
 
-
 _DYING_S = 1.0
 """How long a rank may take to be gone after its connections are."""
 

@@ -88,14 +88,14 @@ def checked(bounds: Sequence[int], row: Sequence[Piece]) -> list[int]:
     """
     if bounds[-1] != len(row):
         raise ConfigError(
-            f"deepspeed: pipeline.partition: expected {len(row)} layers in all (embedding, {len(row) - 3} decoder layers, norm, "
-            f"head), got {bounds[-1]}"
+            f"deepspeed: pipeline.partition: expected {len(row)} layers in all (embedding, {len(row) - 3} decoder "
+            f"layers, norm, head), got {bounds[-1]}"
         )
     empty = [stage for stage in range(len(bounds) - 1) if bounds[stage] >= bounds[stage + 1]]
     if empty:
         raise ConfigError(
-            f"deepspeed: pipeline.stages: stage {empty[0]} would have none of the model's {len(row)} layers (embedding, decoder "
-            f"layers, norm, head)"
+            f"deepspeed: pipeline.stages: stage {empty[0]} would have none of the model's {len(row)} layers "
+            f"(embedding, decoder layers, norm, head)"
         )
     return [int(bound) for bound in bounds]
 

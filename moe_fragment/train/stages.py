@@ -41,8 +41,8 @@ def pieces(model: Any) -> list[Piece]:
     if decoder is model or not isinstance(head, nn.Module) or unknown or lacks:
         what = f"has {min(unknown)}" if unknown else f"lacks {min(lacks)}" if lacks else "has another head"
         raise ConfigError(
-            f"deepspeed: pipeline.stages: {type(model).__name__} cannot be cut into stages: it {what}; expected an embedding, "
-            f"layers, a norm and {HEAD}"
+            f"deepspeed: pipeline.stages: {type(model).__name__} cannot be cut into stages: it {what}; expected an "
+            f"embedding, layers, a norm and {HEAD}"
         )
     layers = [Piece(f"layers.{number}", layer) for number, layer in enumerate(decoder.layers)]
     return [Piece(EMBEDDING, decoder.embed_tokens), *layers, Piece(NORM, decoder.norm), Piece(HEAD, head)]

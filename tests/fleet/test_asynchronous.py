@@ -101,7 +101,7 @@ def test_trains_resumes_and_exports(fleets: Fleets, tmp_path: Path, kind: str) -
     assert {began for ranks in fleet.run(train, life) for began in ranks} == {16}
     check_end(tmp_path, life)
     resumed = RunLog(tmp_path / "resumed").evaluations.groupby("step")["loss"].mean()
-    # When clusters push and merge is a matter of timing; with two ranks each, with or without a pipeline, it is more so.
+    # When clusters push and merge is a matter of timing; with two ranks each, pipeline or not, it is more so.
     assert resumed[STEPS] == pytest.approx(losses[STEPS], abs=0.1 if kind != "pipeline" else 0.3)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_fragment.observe import RunLog
-from tests.fleet.harness import Fleets
+from tests.fleet.harness import Fleets, Rank
 from tests.fleet.test_parity import check_agreement, check_same_as_one_process
 from tests.fleet.test_resume import assert_same_bits, cut, worst
-from tests.fleet.training import Scenario, reference, train
+from tests.fleet.training import Scenario, reference, start, train
 from tests.train.runs import losses_of, recipe_for, state_of
 from tests.train.runs import train as train_run
 
@@ -69,6 +70,42 @@ def test_same_as_one_process(fleets: Fleets, name: str) -> None:
     that fill a stage, tied embeddings.
     """
     check_same_as_one_process(fleets, CASES[name], f"pipeline {name}")
+
+
+def weights_at_the_ends(rank: Rank, scenario: Scenario) -> dict[str, torch.Tensor]:
+    """Case: train; of the first stage the embedding, of the last the head."""
+    stepper = start(rank, scenario)
+    for step in range(scenario.steps):
+        batches = scenario.batches(step, scenario.reader(rank.place))
+        stepper.step(rank.next_step(), batches, learning_rate=scenario.learning_rate)
+    model = stepper.engine.module
+    found = {
+        name: part.weight.detach().clone()
+        for name, part in (("embedding", model.model.embed_tokens), ("head", model.lm_head))
+        if hasattr(part, "weight")
+    }
+    stepper.engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", ["zero1-fp32", "zero1-bf16"])
+def test_a_tied_embedding_is_one_weight(fleets: Fleets, zero: str) -> None:
+    """piper#13: after 10 steps, embedding and head are equal to the bit on all stages of all clusters."""
+    scenario = Scenario(
+        sizes=(4, 2), zero=zero, options=TIED, accumulation=4, partition=(2, 3), steps=10, model="fragment"
+    )
+    answers = fleets(4, 2, stages=2).run(weights_at_the_ends, scenario)
+    first = answers[0][0]["embedding"]
+    assert not torch.equal(first, scenario.model_of(first.dtype).model.embed_tokens.weight)
+    assert [sorted(found) for ranks in answers for found in ranks] == [
+        *[["embedding"]] * 2,
+        *[["embedding", "head"]] * 2,
+        ["embedding"],
+        ["embedding", "head"],
+    ]
+    for ranks in answers:
+        for found in ranks:
+            assert all(torch.equal(weight, first) for weight in found.values())
 
 
 @pytest.mark.parametrize("partition", [(2, 3), (1, 4)], ids=["", "only-embedding"])

@@ -76,13 +76,13 @@ def test_methods_are_deepspeeds() -> None:
 def test_a_model_of_another_shape_is_refused() -> None:
     model = build("qwen3")
     model.model.add_module("vision_tower", torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM cannot be cut into stages: it has vision_tower"):
+    with pytest.raises(
+        ConfigError, match="Qwen3MoeForCausalLM cannot be cut into stages: it has vision_tower"
+    ):
         pieces(model)
 
 
-COSTS = st.lists(
-    st.tuples(st.floats(0.1, 10), st.floats(0, 10), st.floats(0, 10)), min_size=3, max_size=7
-)
+COSTS = st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 10), st.floats(0, 10)), min_size=3, max_size=7)
 
 
 @given(first=COSTS, second=COSTS, stages=st.integers(2, 3), micro_batches=st.integers(1, 4))
@@ -126,10 +126,9 @@ def test_costs_are_measured_on_copies(tied: bool) -> None:
 
     model = build("fragment", tie_word_embeddings=tied)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    placement = Placement(clusters=("ada", "bob"), num_experts=8, layers=dict.fromkeys(range(2), [[0, 1], [2, 3, 4, 5, 6, 7]]))
-    ada, bob = (
-        measure_costs(model, {}, placement, cluster, width=1, sample=(2, 32)) for cluster in range(2)
-    )
+    layers = {layer: [[0, 1], [2, 3, 4, 5, 6, 7]] for layer in range(2)}
+    placement = Placement(clusters=("ada", "bob"), num_experts=8, layers=layers)
+    ada, bob = (measure_costs(model, {}, placement, cluster, width=1, sample=(2, 32)) for cluster in range(2))
     assert all(cost.seconds > 0 for cost in ada)
     assert ada[1].state_bytes < bob[1].state_bytes
     assert (ada[0].state_bytes, ada[4].state_bytes) == (bob[0].state_bytes, bob[4].state_bytes)
