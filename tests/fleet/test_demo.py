@@ -69,15 +69,16 @@ def test_demo_learns_its_text_and_its_export_writes_words(tmp_path: Path) -> Non
     assert share > 0.6, (share, words)
 
 
-LAUNCHES = re.findall(r"^moe-fragment launch (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+LAUNCHES = re.findall(r"^moe-fragment launch ([^#\n]*)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", LAUNCHES)
 def test_launches_of_the_readme(tmp_path: Path, command: str) -> None:
-    """As written, but for a few steps only; the one with less traffic has none for tokens, and a trunk codec at
-    work."""
+    """As written, but for a few steps only; the one with less traffic has none for tokens, and a trunk codec at work;
+    the pipeline has stages.
+    """
     outcome = run("launch", *command.split(), "train.steps=6", f"out={tmp_path}", "--quiet")
     assert outcome["steps"] == 6
     sent = outcome["wan_bytes"]
@@ -85,7 +86,10 @@ def test_launches_of_the_readme(tmp_path: Path, command: str) -> None:
         assert sent["dispatch"] == sent["combine"] == 0
         assert 0 < sent["trunk"] < 1e6
         assert run("report", outcome["run_dir"])["codec_error"] > 0
+    if "pipeline" in command:
+        clusters = run("report", outcome["run_dir"])["per_cluster"].values()
+        assert [len(values["stages"]) for values in clusters] == [2, 2]
 
 
 def test_the_readme_has_launches() -> None:
-    assert len(LAUNCHES) == 2
+    assert len(LAUNCHES) == 4
