@@ -97,8 +97,8 @@ def _train(recipe: Recipe, world: World, watch: PeerWatch) -> None:
     run = ClusterRun(recipe, world, watch)
     try:
         run.train()
-    finally:
         watch.peers = []  # from here on others may leave in peace
+    finally:
         run.close()
     world.leave()
 
