@@ -16,7 +16,7 @@ from benchmarks import fleet
 from benchmarks.fleet import Rank, Wiring, say
 from benchmarks.training import Case, batches_of, build_fragmented
 
-FORWARD_S = 0.04
+FORWARD_S = 0.25
 
 
 def build(rank: Rank, case: Case, micro_batches: int) -> None:
@@ -34,7 +34,8 @@ def build(rank: Rank, case: Case, micro_batches: int) -> None:
             time.sleep(2 * FORWARD_S)
             return gradient
 
-    build_fragmented(rank, case, stages=case.ranks, micro_batches=micro_batches)
+    one_each = [2, *[1] * (case.ranks - 2), 3]  # of the decoder's layers
+    build_fragmented(rank, case, stages=case.ranks, micro_batches=micro_batches, partition=one_each)
     pipelined = rank.keep["stepper"].engine.deepspeed.module
     run = pipelined.forward
     pipelined.forward = lambda inputs: Slow.apply(run(inputs))
@@ -83,13 +84,20 @@ def main() -> None:
         default=[1, 2, 4, 8, 16],
         help="micro-batches per step (1 2 4 8 16)",
     )
-    parser.add_argument("--steps", type=int, default=5, help="steps that count (5)")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count (3)")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for stages in options.stages:
         for micro_batches in options.micro_batches:
             case = Case(
-                sizes=(stages,), stage=1, hidden=64, experts=4, top_k=2, layers=4, sequence=16, sequences=16
+                sizes=(stages,),
+                stage=1,
+                hidden=64,
+                experts=4,
+                top_k=2,
+                layers=stages,
+                sequence=16,
+                sequences=16,
             )
             say(f"bubble: {stages} stages, {micro_batches} micro-batches")
             with fleet.start(Wiring(sizes=(stages,), stages=stages)) as (group,):

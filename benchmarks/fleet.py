@@ -171,7 +171,10 @@ def _join(wiring: Wiring, cluster: int, local_rank: int, port: int, coordinator:
     import torch
 
     torch.set_num_threads(1)
+    from moe_fragment.train.world import release_shared_buffers
+
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    release_shared_buffers()
     if not wiring.fabric:
         assert len(wiring.sizes) == 1, "clusters without a fabric cannot talk"
         return Rank(cluster, local_rank, wiring, None, None, {})

@@ -104,7 +104,13 @@ def batch_of(case: Case, step: int, place: int) -> Any:
 
 
 def build_fragmented(
-    rank: Rank, case: Case, *, expert_parallel: bool = False, stages: int = 1, micro_batches: int = 1
+    rank: Rank,
+    case: Case,
+    *,
+    expert_parallel: bool = False,
+    stages: int = 1,
+    micro_batches: int = 1,
+    partition: str | list[int] = "parameters",
 ) -> int:
     """Model, engine and stepper of this package; returns the parameters of the whole model.
 
@@ -114,6 +120,7 @@ def build_fragmented(
         expert_parallel: each rank holds some of its cluster's experts, not all of them.
         stages: of each cluster's pipeline.
         micro_batches: of a step.
+        partition: how many layers each stage has, or how they are cut.
     """
     from moe_fragment.placement import place_experts
     from moe_fragment.train.deepspeed_config import load_deepspeed_config
@@ -131,7 +138,7 @@ def build_fragmented(
         model,
         placement,
         rank.fabric,
-        {**config, "pipeline": {"stages": stages, "partition": "parameters"}},
+        {**config, "pipeline": {"stages": stages, "partition": partition}},
         shares=[1.0] * case.sizes[rank.cluster] if expert_parallel else None,
         accumulation=micro_batches,
         learning_rate=LEARNING_RATE,

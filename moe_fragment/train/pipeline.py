@@ -130,11 +130,8 @@ class PipelineClusterEngine(ClusterEngine):
         self._pipelined = pipelined
         self._started = 0.0
         if EMBEDDING in pipelined.tied_modules and not pipelined.stage.is_first:
-            (self.mirrored,) = (
-                frozenset({name})
-                for name, parameter in model.named_parameters()
-                if parameter is model.get_input_embeddings().weight
-            )
+            weight = model.get_input_embeddings().weight
+            self.mirrored = frozenset(name for name, held in model.named_parameters() if held is weight)
         methods = engine._INSTRUCTION_MAP
         engine._INSTRUCTION_MAP = {
             **methods,
@@ -148,7 +145,7 @@ class PipelineClusterEngine(ClusterEngine):
             began = time.monotonic()
             execute(engine, **options)
             ended = time.monotonic()
-            if self.times is not None:
+            if self.times is not None and self.module.training:
                 self.times.busy_s += ended - began
                 self.times.until_s = ended - self._started
 
