@@ -21,7 +21,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local_sgd": {"strategy": "local_sgd", "every": 3, "codec": "int4", "error_feedback": 0.9},
     "teleport": {"strategy": "teleport", "every": 4},
     "diloco": {"strategy": "diloco", "every": 3, "outer": OUTER},
-    "streaming_diloco": {"strategy": "streaming_diloco", "every": 4, "fragments": 2, "overlap": 1, "codec": "fp4"},
+    "streaming_diloco": {
+        "strategy": "streaming_diloco",
+        "every": 4,
+        "fragments": 2,
+        "overlap": 1,
+        "codec": "fp4",
+    },
     "decoupled": {"strategy": "decoupled", "every": 3, "fragments": 2, "outer": OUTER},
     "parameter_server": {"strategy": "parameter_server", "every": 3, "staleness": 2},
 }
@@ -47,7 +53,9 @@ def test_strategy(fleets: Fleets, tmp_path: Path, strategy: str, layout: str) ->
     for cluster in ("ada", "bob"):
         assert losses[cluster, STEPS] < losses[cluster, 1] - 1.0
     state = state_of(tmp_path, recipe, STEPS)
-    ours = {name.removeprefix("ada "): tensor for name, tensor in state.items() if name.startswith("ada weight")}
+    ours = {
+        name.removeprefix("ada "): tensor for name, tensor in state.items() if name.startswith("ada weight")
+    }
     shared = {name: tensor for name, tensor in ours.items() if f"bob {name}" in state}
     assert "weight model.norm.weight" in shared
     assert any("#" in name for name in shared) == apart
