@@ -2,10 +2,11 @@
 
 from moe_fragment.fabric.config import FabricConfig
 from moe_fragment.fabric.connect import connect
-from moe_fragment.fabric.fabric import FAILED, OK, OVERFLOW, Fabric, Verdict
+from moe_fragment.fabric.fabric import Fabric
 from moe_fragment.fabric.membership import Coordinator, FleetError
 from moe_fragment.fabric.routes import Route
 from moe_fragment.fabric.transfer import Transfer, WaitClock
+from moe_fragment.fabric.verdict import FAILED, OK, OVERFLOW, Verdict
 
 __all__ = [
     "FAILED",

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,21 +31,10 @@ from moe_fragment.fabric.meter import ByteMeter
 from moe_fragment.fabric.rails import ExchangeError, Rail, first_line
 from moe_fragment.fabric.routes import Route, RouteTable
 from moe_fragment.fabric.transfer import Transfer, WaitClock
+from moe_fragment.fabric.verdict import FAILED, Verdict
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-OK, OVERFLOW, FAILED = 2, 1, 0
-"""Outcome of a step: committed; discarded because of non-finite numbers; discarded and tried again."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the fleet decided about a step."""
-
-    outcome: int
-    values_CV: list[list[float]]
-    """Per cluster the vector it contributed; zeros for a cluster that could not be heard."""
 
 
 class Fabric:

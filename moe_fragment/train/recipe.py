@@ -24,11 +24,11 @@ from moe_fragment.train.data import DataConfig, Weight
 from moe_fragment.train.deepspeed_config import (
     check_deepspeed_config,
     is_bf16,
-    load_deepspeed_config,
     partition_method,
     pipeline_stages,
 )
 from moe_fragment.train.tokenizer import BYTES
+from moe_fragment.train.written_recipe import inline_files, override_field
 
 
 class ModelConfig(Section):
@@ -174,10 +174,10 @@ class Recipe(Section):
         """
         path = Path(path)
         data = load_yaml(path)
-        _inline_files(data, path)
+        inline_files(data, path)
         for override in overrides:
-            _override(data, override)
-            _inline_files(data, path, base=Path())
+            override_field(data, override)
+            inline_files(data, path, base=Path())
         return cls.from_dict(data, where=str(path))
 
     @classmethod
@@ -383,40 +383,3 @@ def split_batch(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for index in order[: total - sum(counts)]:
         counts[index] += 1
     return tuple(counts)
-
-
-def _inline_files(data: dict[str, Any], recipe: Path, base: Path | None = None) -> None:
-    """Replace the files a recipe names by what they say."""
-    folder = recipe.parent if base is None else base
-    topology = data.get("topology")
-    if isinstance(topology, str):
-        path = folder / topology
-        data["topology"] = Topology.load(path).to_dict()
-    deepspeed = data.get("deepspeed")
-    if isinstance(deepspeed, str):
-        deepspeed = data["deepspeed"] = {"config": deepspeed}
-    if isinstance(deepspeed, dict):
-        if isinstance(deepspeed.get("config"), str):
-            deepspeed["config"] = load_deepspeed_config(folder / deepspeed["config"])
-        clusters = deepspeed.get("clusters")
-        if isinstance(clusters, dict):
-            for name, value in clusters.items():
-                if isinstance(value, str):
-                    clusters[name] = load_deepspeed_config(folder / value)
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    dotted, separator, text = override.partition("=")
-    if not separator or not dotted:
-        raise ConfigError(f"override {override!r}: expected section.field=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {dotted}: not valid YAML: {text!r}") from error
-    *path, last = dotted.split(".")
-    node: Any = data
-    for part in path:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {dotted}: {part} is not a section")
-    node[last] = value
