@@ -21,7 +21,7 @@ steps of a half (of 16) on the 25 rows of the 10B model in its Table 4: the most
 cell (22). The rows of 1B and 100B were not used; there 45 of 50 are in that cell."""
 
 _ROUNDS = 3
-_DATA_PARALLEL_STEPS = 20
+_STEPS = 20
 _FASTEST_BITS_PER_S = 1e18
 
 
@@ -72,11 +72,21 @@ def utilisation(plan: Plan, bits_per_s: float) -> float:
     backward = 2 * forward
     reduction = plan.parameters / plan.layers * plan.bits * WIRE_BITS_PER_BIT / bits_per_s
     grace = 2 if plan.strategy == "streaming_overlap" else 1
-    rounds = _DATA_PARALLEL_STEPS if plan.strategy == "dp" else _ROUNDS
+    rounds = max(_ROUNDS, math.ceil(_STEPS / period))
     now, link_free = 0.0, 0.0
     waiting: list[tuple[int, int, float]] = []  # the step whose forward needs it, the layer, when it arrives
-    starts = []
-    for step in range(rounds * period):
+    starts: list[float] = []
+    before = 0
+    # Between these steps nothing is sent or awaited.
+    eventful = {
+        start + step + wait
+        for start in range(0, rounds * period, period)
+        for step in due
+        for wait in (0, grace)
+    }
+    for step in sorted(eventful | set(range(0, rounds * period, period))):
+        now += (step - before) * plan.step_s
+        before = step
         if step % period == 0:
             starts.append(now)
         needed = [(layer, arrival) for needed, layer, arrival in waiting if needed <= step]
@@ -86,9 +96,9 @@ def utilisation(plan: Plan, bits_per_s: float) -> float:
             done = now + plan.layers * forward + (plan.layers - layer) * backward
             link_free = max(link_free, done) + reduction
             waiting.append((step + grace, layer, link_free))
-        now += plan.step_s
-    # The first round starts with an idle link; the last one's arrivals are still to come.
-    return period * plan.step_s * (len(starts) - 2) / (starts[-1] - starts[1])
+    # The first rounds start with an idle link; what the last one sent is still to arrive.
+    first, last = rounds // 2, rounds - 1
+    return period * plan.step_s * (last - first) / (starts[last] - starts[first])
 
 
 def bandwidth_for(plan: Plan, target: float) -> float:
@@ -97,7 +107,7 @@ def bandwidth_for(plan: Plan, target: float) -> float:
     Found by bisection to one part in a million; ``inf`` if no link is fast enough.
     """
     low, high = 1.0, _FASTEST_BITS_PER_S
-    if utilisation(plan, high) < target:
+    if not utilisation(plan, high) >= target:  # also when the numbers overflow to NaN
         return math.inf
     while high / low > 1 + 1e-6:
         middle = math.sqrt(low * high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -20,10 +21,13 @@ def read_rows(row: type[Row], section: str, own: str | Path | None) -> dict[str,
     Raises:
         ConfigError: a file that cannot be read, or a row that is not as it should be; names file, row and field.
     """
-    rows = _read(_HERE / f"{section}.yaml", row, section)
-    if own is not None:
-        rows |= _read(Path(own), row, section)
-    return rows
+    rows = _shipped(row, section)
+    return rows | _read(Path(own), row, section) if own is not None else dict(rows)
+
+
+@functools.cache
+def _shipped(row: type[Row], section: str) -> dict[str, Row]:
+    return _read(_HERE / f"{section}.yaml", row, section)
 
 
 def _read(path: Path, row: type[Row], section: str) -> dict[str, Row]:

@@ -130,7 +130,7 @@ class DataParallelSync(Inputs):
 class Utilisation(Inputs):
     """The bandwidth at which a strategy keeps the accelerators as busy as asked, or how busy a bandwidth keeps them."""
 
-    layers: Count
+    layers: Annotated[Count, Field(le=10_000)]
     params: Positive
     step_s: Positive
     sync_every: Count

@@ -44,9 +44,9 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Predicted over expected, less one, of the value furthest off; None if that is not a finite number."""
+        """Predicted over expected, less one, of the value furthest off; None if zero was expected and missed."""
         errors = [_relative(self.predicted[name], value) for name, value in self.case.expected.items()]
-        worst = max(errors, key=lambda error: math.inf if math.isnan(error) else abs(error))
+        worst = max(errors, key=abs)
         return worst if math.isfinite(worst) else None
 
 
@@ -78,13 +78,14 @@ def _predict(case: Case, where: str) -> dict[str, float]:
                 f"{where}: expected.{name}: unknown for kind '{case.kind}', expected one of {', '.join(formulas)}"
             )
         try:
-            values[name] = case.allowed.comparable(formulas[name]())
+            value = formulas[name]()
         except FieldError as error:
             raise ConfigError(f"{where}: inputs.{error}") from None
         except (OverflowError, ZeroDivisionError):
-            raise ConfigError(
-                f"{where}: inputs: the numbers are too large or too small to compute {name}"
-            ) from None
+            value = math.inf
+        if not math.isfinite(value):
+            raise ConfigError(f"{where}: inputs: the numbers are too large or too small to compute {name}")
+        values[name] = case.allowed.comparable(value)
     return values
 
 

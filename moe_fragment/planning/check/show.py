@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,23 +14,34 @@ from moe_fragment.planning.check.run import Outcome
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """``{"cases": [...]}``: ``predicted`` and ``expected`` map the same names to numbers (None: none that is finite),
-    ``error`` is the relative error of the value furthest off."""
+    """``{"cases": [...], "kinds": {KIND: {"passed", "total"}}}``.
+
+    ``predicted`` and ``expected`` of a case map the same names to numbers, ``error`` is the relative error of the
+    value furthest off (None if zero was expected and missed).
+    """
     return {
         "cases": [
             {
                 "id": outcome.case.id,
                 "kind": outcome.case.kind,
-                "predicted": {
-                    name: value if math.isfinite(value) else None for name, value in outcome.predicted.items()
-                },
+                "predicted": outcome.predicted,
                 "expected": outcome.case.expected,
                 "error": outcome.error,
                 "passed": outcome.passed,
             }
             for outcome in outcomes
-        ]
+        ],
+        "kinds": {
+            kind: {"passed": passed, "total": total} for kind, (passed, total) in by_kind(outcomes).items()
+        },
     }
+
+
+def by_kind(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
+    """How many cases passed, of how many, for each kind in the order of the file."""
+    total = Counter(outcome.case.kind for outcome in outcomes)
+    passed = Counter(outcome.case.kind for outcome in outcomes if outcome.passed)
+    return {kind: (passed[kind], number) for kind, number in total.items()}
 
 
 def print_check(outcomes: Sequence[Outcome], console: Console | None = None) -> None:
@@ -55,15 +65,13 @@ def print_check(outcomes: Sequence[Outcome], console: Console | None = None) -> 
             "pass" if outcome.passed else "[bold red]fail[/]",
         )
     console.print(table)
-    total = Counter(outcome.case.kind for outcome in outcomes)
-    passed = Counter(outcome.case.kind for outcome in outcomes if outcome.passed)
     summary = Table(title="By kind")
     summary.add_column("kind")
     summary.add_column("passed", justify="right")
-    for kind, number in total.items():
-        summary.add_row(kind, f"{passed[kind]} of {number}")
+    for kind, (passed, total) in by_kind(outcomes).items():
+        summary.add_row(kind, f"{passed} of {total}")
     summary.add_section()
-    summary.add_row("all", f"{passed.total()} of {total.total()}")
+    summary.add_row("all", f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)}")
     console.print(summary)
 
 

@@ -75,14 +75,14 @@ class Cells:
     points: int
 
     def comparable(self, predicted: float) -> float:
-        if not 0 < predicted < math.inf:
+        if predicted <= 0:
             return predicted
         # Bisection leaves a prediction a millionth above the grid point it means.
         index = max(0, math.ceil(self._index(predicted) - 1e-4))
         return self._point(index) if index < self.points else predicted
 
     def holds(self, predicted: float, expected: float, *, first: bool) -> bool:
-        if not (0 < predicted < math.inf and expected > 0):
+        if predicted <= 0 or expected <= 0:
             return False
         return abs(round(self._index(predicted)) - round(self._index(expected))) <= self.cells
 
@@ -106,7 +106,7 @@ class Ranking:
         return True
 
 
-def parse_tolerance(text: str | float) -> Tolerance:
+def parse_tolerance(text: object) -> Tolerance:
     """The tolerance that a case file wrote: ``5%``, ``0.005``, ``[1,2]``, ``1 cell of logspace(-1,3,50)``, ``ranking``.
 
     Raises:
