@@ -95,6 +95,31 @@ def sweep(
 
 
 @app.command()
+def plan(
+    check: Annotated[
+        Path,
+        typer.Option(
+            "--check", metavar="CASES.json", help="Case file: inputs, published figures, tolerances."
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check the planner's cost model against published figures.
+
+    Prints predicted, published, error, tolerance, and a count per kind. Misses are reported, they are no failure.
+    """
+    from moe_fragment.planning import check_file
+    from moe_fragment.planning.check.show import as_json as to_json
+    from moe_fragment.planning.check.show import print_check
+
+    outcomes = check_file(check)
+    if as_json:
+        _print(to_json(outcomes))
+    else:
+        print_check(outcomes)
+
+
+@app.command()
 def coordinator(
     clusters: Annotated[int, typer.Option(min=1, help="How many clusters the fleet has.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,

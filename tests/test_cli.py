@@ -40,7 +40,7 @@ def main(
 def test_help_of_every_command_needs_nothing_heavy() -> None:
     found = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
-    assert found.stdout == "['launch', 'sweep', 'coordinator', 'report', 'export'] []\n"
+    assert found.stdout == "['launch', 'sweep', 'plan', 'coordinator', 'report', 'export'] []\n"
 
 
 def test_bad_usage_ends_with_code_2(

@@ -1,0 +1,1 @@
+"""The planner against published figures: case files, one formula per kind of case, and the comparison."""
