@@ -73,7 +73,7 @@ COLUMNS = {
 
 def main() -> None:
     """Command line."""
-    from moe_fragment.train.measure import expected_bubble
+    from moe_fragment.planning.bubble import bubble_fraction
 
     parser = fleet.command_line("bubble", __doc__)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], help="stages (2 4)")
@@ -103,7 +103,7 @@ def main() -> None:
             with fleet.start(Wiring(sizes=(stages,), stages=stages)) as (group,):
                 group.run(functools.partial(build, micro_batches=micro_batches), case)
                 found = group.run(bubbles, case, micro_batches, options.steps)[0]
-            measured, expected = statistics.median(found), expected_bubble(stages, micro_batches)
+            measured, expected = statistics.median(found), bubble_fraction(stages, micro_batches)
             row = {
                 "stages": stages,
                 "micro_batches": micro_batches,

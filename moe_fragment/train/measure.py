@@ -12,6 +12,7 @@ import torch
 from moe_fragment.experts import ExpertStatistics
 from moe_fragment.fabric import Fabric
 from moe_fragment.observe import CHANNELS
+from moe_fragment.planning.bubble import bubble_fraction
 from moe_fragment.sync import SyncReport
 from moe_fragment.train.step import StepReport
 
@@ -139,17 +140,10 @@ def _of_stages(times_R: torch.Tensor, stages: int, micro_batches: int) -> dict[s
     until_s = float(times_R[:, 2].max())
     return {
         "bubble": 1 - float(busy_S.mean()) / until_s if until_s else 0.0,
-        "bubble_expected": expected_bubble(stages, micro_batches),
+        "bubble_expected": bubble_fraction(stages, micro_batches),
         **{f"stage_{stage}_idle_s": until_s - float(busy) for stage, busy in enumerate(busy_S)},
         **{f"stage_{stage}_wan_wait_s": float(wan) for stage, wan in enumerate(wan_S)},
     }
-
-
-def expected_bubble(stages: int, micro_batches: int) -> float:
-    """Idle part of a pipeline whose stages all take the same time, (p - 1) / (m + p - 1) (Narayanan et al., arXiv
-    2104.04473, section 2.2, there relative to the ideal time).
-    """
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def _of_merges(syncs: Sequence[SyncReport]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from moe_fragment.placement import Placement
 from moe_fragment.schema import ConfigError
-from moe_fragment.train.measure import expected_bubble
 from moe_fragment.train.stages import Stage, alone, cut, pieces, run
 from tests.fleet.models import VOCABULARY, build
 
@@ -148,12 +147,6 @@ def test_one_piece_alone() -> None:
     assert (stage.is_first, stage.is_last) == (False, False)
     assert [name for name, _ in copy.model.layers.named_children()] == ["0"]
     assert len(model.model.layers) == 2
-
-
-def test_expected_bubble() -> None:
-    assert expected_bubble(2, 1) == 0.5
-    assert expected_bubble(4, 8) == pytest.approx(3 / 11)
-    assert expected_bubble(1, 7) == 0.0
 
 
 def test_shipped_configurations_name_a_method() -> None:
