@@ -95,7 +95,7 @@ def test_trains_resumes_and_exports(fleets: Fleets, tmp_path: Path, kind: str) -
     assert losses[STEPS] < losses[12]
     sent = log.wan_bytes()[..., log.channels.index("trunk"), 0]
     assert sent.sum() > 0
-    assert set(log.events["kind"]) <= {"checkpoint", "evaluation", "resumed"}
+    assert set(log.events["kind"]) <= {"checkpoint", "evaluation", "resumed", "stages"}
 
     life = cut(tmp_path, recipe, 16, "resumed")
     assert {began for ranks in fleet.run(train, life) for began in ranks} == {16}
